@@ -1,0 +1,49 @@
+"""The command line: mounts the commands and turns InputError into one line and exit code 2.
+
+Command modules import what they need inside their functions, so that `instep --help` stays fast.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from instep import __version__
+from instep.cli import data, quickstart, sft
+from instep.errors import InputError, TrainingError
+
+app = typer.Typer(
+    name="instep",
+    help="Post-train language models on the machine you own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data.app, name="data")
+app.command("quickstart")(quickstart.quickstart)
+app.command("sft")(sft.sft)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"instep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except InputError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        sys.exit(1)
