@@ -5,7 +5,7 @@ Every settings class forbids unknown keys and is frozen. A run's resolved tree i
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -127,4 +127,213 @@ class SftSettings(Settings):
             raise ValueError(
                 f"rows_per_step ({self.rows_per_step}) must be a multiple of rows_per_batch ({self.rows_per_batch})"
             )
+        return self
+
+
+EPSILONS = {
+    "grpo": (0.2, 0.2),
+    "bnpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "dr_grpo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+}
+"""(ε low, ε high) of each GRPO variant, as its paper has it (GSPO clips a whole sequence's ratio)."""
+TAG_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
+
+
+class FewShot(Settings):
+    """One worked example that stands before the question, as a user and an assistant message."""
+
+    question: Annotated[str, Field(min_length=1)]
+    reasoning: Annotated[str, Field(min_length=1)]
+    answer: Annotated[str, Field(min_length=1)]
+
+
+class TaskSettings(Settings):
+    name: Annotated[str, Field(min_length=1)] = "chain_sum"
+    """`gsm8k`, the name of a reasoning-gym dataset (`chain_sum`, `gsm_symbolic`, …), or a JSONL file of your own."""
+    path: str | None = None
+    """gsm8k: folder with train.jsonl and test.jsonl; without it openai/gsm8k is fetched from the Hub."""
+    test_path: str | None = None
+    """JSONL of your own: its held-out tasks; without it a share of `name` is held out, by the question's hash."""
+    test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """JSONL of your own: the share that is held out where there is no `test_path`."""
+    parameters: dict[str, Any] = {}
+    """reasoning-gym: the dataset's own parameters, such as {min_terms = 2, max_digits = 2}."""
+    train_size: PositiveInt = 10_000
+    """reasoning-gym: how many different training tasks there are; they are made when they are needed."""
+    test_size: PositiveInt = 200
+    """reasoning-gym: how many held-out tasks there are; no training task has the question of one of them."""
+    test_seed: Annotated[int, Field(ge=0, lt=2**31)] = 1_000_003
+    """reasoning-gym: makes the held-out tasks, the same whatever the run's seed is."""
+    reasoning_tag: Annotated[str, Field(pattern=TAG_PATTERN)] = "reasoning"
+    answer_tag: Annotated[str, Field(pattern=TAG_PATTERN)] = "answer"
+    system_prompt: str | None = None
+    """Without it one that asks for the two tags is written; an empty one leaves the system message out."""
+    few_shot: tuple[FewShot, ...] = ()
+    """Worked examples before the question, rendered in the asked-for format."""
+
+    @property
+    def kind(self) -> Literal["gsm8k", "jsonl", "reasoning_gym"]:
+        if self.name in ("gsm8k", "openai/gsm8k"):
+            return "gsm8k"
+        return "jsonl" if self.name.endswith((".jsonl", ".json")) else "reasoning_gym"
+
+    @model_validator(mode="after")
+    def _used(self) -> TaskSettings:
+        if self.reasoning_tag == self.answer_tag:
+            raise ValueError(f"reasoning_tag and answer_tag are both {self.answer_tag!r}: they must differ")
+        users = {
+            "gsm8k": ("path",),
+            "jsonl": ("test_path", "test_share"),
+            "reasoning_gym": ("parameters", "train_size", "test_size", "test_seed"),
+        }
+        for kind, names in users.items():
+            for name in names:
+                given = (
+                    name in self.model_fields_set
+                    and getattr(self, name) != type(self).model_fields[name].default
+                )
+                if kind != self.kind and given:
+                    raise ValueError(
+                        f"{name} is for {kind} tasks, but the task is {self.name!r}: remove {name}"
+                    )
+        return self
+
+
+class RewardSettings(Settings):
+    functions: tuple[str, ...] = ("correctness", "soft_format", "tag_count")
+    """Names of built-in rewards, and functions of Python files of your own as `my_rewards.py:brevity`."""
+    weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """Name → weight in the sum that enters the advantage; 1 where not given, 0 only logs the reward."""
+    overlong_tokens: PositiveInt | None = None
+    """`length`: the last so many of max_new_tokens are punished, linearly to -1; none is a quarter of them."""
+    timeout_seconds: PositiveFloat = 60.0
+    """A function of your own that takes longer for one batch is killed and stops the run."""
+    comparison_timeout_seconds: PositiveFloat = 5.0
+    """`correctness`: a symbolic comparison that takes longer is killed, and the answer counts as wrong."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list(cls, given: Any) -> Any:
+        """`rewards = ["correctness", "my_rewards.py:brevity"]` is short for the table with `functions`."""
+        return {"functions": given} if isinstance(given, (list, tuple)) else given
+
+    @model_validator(mode="after")
+    def _names(self) -> RewardSettings:
+        if not self.functions:
+            raise ValueError("functions is empty: name at least one reward, such as correctness")
+        twice = {name for name in self.functions if self.functions.count(name) > 1}
+        if twice:
+            raise ValueError(f"reward named twice: {', '.join(sorted(twice))}")
+        unknown = set(self.weights) - set(self.functions)
+        if unknown:
+            raise ValueError(
+                f"weight for {', '.join(sorted(unknown))}, which is not among the rewards {', '.join(self.functions)}"
+            )
+        if not any(self.weight(name) for name in self.functions):
+            raise ValueError("every reward has weight 0: nothing would be learned")
+        return self
+
+    def weight(self, name: str) -> float:
+        return self.weights.get(name, 1.0)
+
+
+class RolloutSettings(Settings):
+    group_size: PositiveInt = 8
+    """G: completions sampled for each task."""
+    max_new_tokens: PositiveInt = 128
+    temperature: PositiveFloat = 1.0
+    """Every log-probability of the step is taken at this temperature too."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends a completion, besides the model's own stop tokens."""
+
+    @model_validator(mode="after")
+    def _distribution(self) -> RolloutSettings:
+        if self.group_size < 2:
+            raise ValueError("group_size 1: a group of one has nothing to be compared with; give 2 or more")
+        if (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
+            raise ValueError(
+                "top_p, top_k and min_p cut the distribution that is sampled from, so that the recorded "
+                "log-probabilities are no longer those of the model: leave them at 1, 0 and 0, or use temperature"
+            )
+        return self
+
+
+class GrpoObjectiveSettings(Settings):
+    variant: Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo"] = "grpo"
+    """Which mean the loss is, and whose ratio is clipped: see instep.objectives.loss_weights."""
+    epsilon_low: PositiveFloat | None = None
+    """Clips the ratio below 1 − ε; none takes the variant's own."""
+    epsilon_high: PositiveFloat | None = None
+    """Clips the ratio above 1 + ε; none takes the variant's own."""
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.04
+    """Weight of the KL divergence from the reference (the model with the adapter off); 0 saves that pass."""
+    iterations: PositiveInt = 1
+    """μ: optimizer steps on one set of rollouts."""
+    scale_by_std: bool | None = None
+    """Divide the advantage by the group's standard deviation; none: yes, but not in dr_grpo."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Completions cut at max_new_tokens: trained like the others, or left out of the loss."""
+
+    @property
+    def epsilons(self) -> tuple[float, float]:
+        """(ε low, ε high), the variant's own where none was given."""
+        low, high = EPSILONS[self.variant]
+        return self.epsilon_low or low, self.epsilon_high or high
+
+    @property
+    def scales_by_std(self) -> bool:
+        return self.variant != "dr_grpo" if self.scale_by_std is None else self.scale_by_std
+
+    @model_validator(mode="after")
+    def _clip(self) -> GrpoObjectiveSettings:
+        if self.epsilons[0] >= 1:
+            raise ValueError(
+                f"epsilon_low is {self.epsilons[0]}: it must be below 1, or nothing is clipped below"
+            )
+        return self
+
+
+class GrpoSettings(Settings):
+    """Everything that `instep grpo` does, resolved."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
+    model: ModelSettings = ModelSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5, schedule="constant")
+    task: TaskSettings = TaskSettings()
+    rewards: RewardSettings = RewardSettings()
+    rollouts: RolloutSettings = RolloutSettings()
+    objective: GrpoObjectiveSettings = GrpoObjectiveSettings()
+    run: RunSettings = RunSettings()
+    tasks_per_step: PositiveInt = 2
+    """Groups of one set of rollouts."""
+    tokens_per_batch: PositiveInt = 4096
+    """Completion tokens of one micro-batch, padding included; changes memory and speed, not the step."""
+    max_steps: PositiveInt | None = 100
+    """Stop after so many optimizer steps."""
+    max_minutes: PositiveFloat | None = None
+    """Stop training after so many minutes of steps; the schedule follows the clock then."""
+    no_spread: Literal["drop", "resample"] = "drop"
+    """A group whose rewards are all the same: left out of the backward pass, or replaced by another task's."""
+    max_resamples: PositiveInt = 3
+    """no_spread = "resample": at most so many further sets of rollouts for one step."""
+    watchdog_steps: PositiveInt = 10
+    """Stop, with advice, after so many steps in a row without any spread or with every completion cut."""
+
+    @model_validator(mode="after")
+    def _limits(self) -> GrpoSettings:
+        overlong = self.rewards.overlong_tokens
+        if overlong is not None and overlong > self.rollouts.max_new_tokens:
+            raise ValueError(
+                f"rewards.overlong_tokens ({overlong}) is more than rollouts.max_new_tokens "
+                f"({self.rollouts.max_new_tokens})"
+            )
+        if self.max_steps is None and self.max_minutes is None:
+            raise ValueError("neither max_steps nor max_minutes is given: the run would never end")
         return self
