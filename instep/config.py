@@ -104,7 +104,7 @@ class SftSettings(Settings):
     """Everything that `instep sft` does, resolved."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
+    engine: Literal["auto", "torch"] = "auto"
     model: ModelSettings = ModelSettings()
     adapter: AdapterSettings = AdapterSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -302,7 +302,7 @@ class GrpoSettings(Settings):
     """Everything that `instep grpo` does, resolved."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
+    engine: Literal["auto", "torch"] = "auto"
     model: ModelSettings = ModelSettings()
     adapter: AdapterSettings = AdapterSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5, schedule="constant")
