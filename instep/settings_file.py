@@ -37,11 +37,8 @@ def load_settings(
     """
     source = source or os.environ.get("INSTEP_CONFIG") or None
     tree = _read(source) if source else {}
-    for override in overrides:
-        name, found, text = override.partition("=")
-        if not found or not name.strip():
-            raise InputError(f"--set {override!r}: expected name=value, such as --set adapter.rank=8")
-        _put(tree, name.strip(), _value(text.strip()))
+    for name, value in parse_overrides(overrides).items():
+        _put(tree, name, value)
     for name, value in (flags or {}).items():
         if value is not None:
             _put(tree, name, value)
@@ -53,6 +50,17 @@ def load_settings(
     for unused, reason in unused_settings(tree):
         raise InputError(f"{where}: {unused} is set but would not be used: {reason}; remove one of them")
     return settings
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["a.b=1"]` → `{"a.b": 1}`. Raises InputError for one that is not name=value."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        name, found, text = override.partition("=")
+        if not found or not name.strip():
+            raise InputError(f"--set {override!r}: expected name=value, such as --set adapter.rank=8")
+        values[name.strip()] = _value(text.strip())
+    return values
 
 
 def unused_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -37,8 +37,11 @@ class Progress:
     skipped_steps: int = 0
     best_step: int | None = None
     best_validation_loss: float | None = None
+    evaluated_step: int = -1
+    """The step after which the held-out split was last evaluated."""
     first_validation: dict[str, float] | None = None
     """Held-out loss and accuracy before the first step."""
+    last_validation: dict[str, float] | None = None
 
 
 def save_checkpoint(folder: Path, state: EngineState, progress: Progress, config: str) -> None:
@@ -50,7 +53,9 @@ def save_checkpoint(folder: Path, state: EngineState, progress: Progress, config
     for kind in ("parameters", "exp_avg", "exp_avg_sq"):
         for name, value in getattr(state, kind).items():
             if not np.isfinite(value).all():
-                raise TrainingError(f"{kind} of {name} holds non-finite values: the checkpoint was not written")
+                raise TrainingError(
+                    f"{kind} of {name} holds non-finite values: the checkpoint was not written"
+                )
             tensors[f"{kind}/{name}"] = np.ascontiguousarray(value, np.float32)
     with replacing_folder(folder) as partial:
         save_file(tensors, partial / STATE)

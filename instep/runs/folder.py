@@ -23,6 +23,15 @@ def default_folder(model: str) -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
+def refuse_existing(path: Path) -> None:
+    """Raises InputError where a new run cannot have this folder: a run is never overwritten."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(
+            f"run folder {path} already exists and is not empty: go on with it (--resume), "
+            "or choose another name (--run)"
+        )
+
+
 @dataclass
 class RunFolder:
     """An opened run folder, locked against a second process until `close`."""
@@ -32,15 +41,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: str) -> RunFolder:
-        """Make a new run folder with its `config.toml`.
-
-        Raises InputError where the folder already holds anything: a run is never overwritten.
-        """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(
-                f"run folder {path} already exists and is not empty: go on with it (--resume), "
-                "or choose another name (--run)"
-            )
+        """Make a new run folder with its `config.toml`. Raises InputError where the name is taken."""
+        refuse_existing(path)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         run = cls(path)
@@ -52,7 +54,9 @@ class RunFolder:
     def reopen(cls, path: Path) -> RunFolder:
         """Open an existing run to go on with it. Raises InputError where there is none or it is in use."""
         if not (path / CONFIG).is_file():
-            raise InputError(f"{path} is not a run folder: it holds no {CONFIG}; start a run without --resume")
+            raise InputError(
+                f"{path} is not a run folder: it holds no {CONFIG}; start a run without --resume"
+            )
         run = cls(path)
         run._acquire()
         for name in ("last", "best"):
@@ -70,7 +74,9 @@ class RunFolder:
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             lock.close()
-            raise InputError(f"run folder {self.path} is in use by process {owner}: wait for it or stop it") from None
+            raise InputError(
+                f"run folder {self.path} is in use by process {owner}: wait for it or stop it"
+            ) from None
         lock.seek(0)
         lock.truncate()
         lock.write(f"{os.getpid()}\n")

@@ -1,0 +1,89 @@
+"""How a run looks in the terminal: a live bar where there is a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+QUIET_SECONDS = 5.0
+"""Without a terminal, at most one line of training metrics in so many seconds."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 45 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class ConsoleListener:
+    """Shows a run on stderr, so that stdout stays free for `--json`."""
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[detail]}"),
+                TimeElapsedColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=total_steps, detail="")
+
+    def __enter__(self) -> ConsoleListener:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(f"  {text}", markup=False, soft_wrap=True)
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        if self._bar:
+            self._bar.update(self._task, description=name, detail=f"{done} of {total}")
+
+    def metrics(self, record: dict[str, Any], remaining_seconds: float | None) -> None:
+        if record["kind"] == "validation":
+            self.console.print(
+                f"  step {record['step']:>5}  held-out loss {record['loss']:.4f}  "
+                f"accuracy {record['token_accuracy']:.1%}  ({record['rows']} rows, {duration(record['seconds'])})",
+                markup=False,
+            )
+            return
+        left = "" if remaining_seconds is None else f"  {duration(remaining_seconds)} left"
+        text = (
+            f"loss {record['loss']:.4f}  {record['supervised_tokens']} supervised tokens, "
+            f"{record['supervised_tokens_per_second']:.0f}/s{left}"
+        )
+        if self._bar:
+            seconds = record["seconds"]
+            total = record["step"] + (
+                round(remaining_seconds / seconds) if remaining_seconds and seconds else 0
+            )
+            self._bar.update(
+                self._task,
+                description=f"step {record['step']}",
+                completed=record["step"],
+                total=total,
+                detail=text,
+            )
+        if not self._bar and time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._last_line = time.monotonic()
+            self.console.print(f"  step {record['step']:>5}  {text}", markup=False, soft_wrap=True)

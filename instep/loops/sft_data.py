@@ -1,0 +1,262 @@
+"""Conversations → samples of the two splits, with an account of every assistant turn.
+
+No weights are loaded here: a dry run ends with this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from instep import models, sessions
+from instep.batching import Order, fingerprint, make_order
+from instep.config import SftSettings
+from instep.errors import InputError
+from instep.plan import choose_row_length
+from instep.records import Conversation, Sample, StopReason
+from instep.rendering.template import Rendered, Renderer
+from instep.rendering.tokenizer import load_tokenizer
+from instep.rendering.windows import windows
+
+
+@dataclass(frozen=True)
+class Split:
+    samples: list[Sample]
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SftData:
+    model_folder: Path
+    train: Split
+    validation: Split
+    order: Order
+    validation_order: Order
+    row_length: int
+    fingerprint: str
+    choices: dict[str, str]
+
+    def report(self) -> dict[str, Any]:
+        """The dry run's object: one entry per split, and the choices with their reasons."""
+        return {
+            "train": self.train.report,
+            "validation": self.validation.report,
+            "row_length": self.row_length,
+            "steps_per_epoch": self.order.steps_per_epoch,
+            "fingerprint": self.fingerprint,
+            "choices": self.choices,
+        }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one split is made from: a conversation's renderings and the turns they are to account for."""
+
+    conversation: Conversation
+    rendered: list[Rendered]
+    turns: frozenset[int]
+
+
+def prepare(settings: SftSettings) -> SftData:
+    """Read, render, split, cut and pack. Raises InputError where nothing is left to train on."""
+    folder = models.resolve(settings.model.path, settings.model.revision)
+    renderer = Renderer(load_tokenizer(folder), settings.rendering.include_reasoning)
+    if not settings.data.path:
+        raise InputError("no data: give --data with conversations, session files or a folder of them")
+    train = _render(renderer, sessions.load(settings.data.path)[0], settings.data.path)
+    if settings.data.validation_path:
+        path = settings.data.validation_path
+        validation = _render(renderer, sessions.load(path)[0], path)
+        how = f"held out: {path}"
+    else:
+        train, validation, how = hold_out(train, settings.data.validation_share, settings.seed)
+    longest = max((len(r.tokens) for part in train + validation for r in part.rendered), default=0)
+    row_length, reason = _row_length(settings, folder, longest)
+    context = settings.rendering.min_context
+    min_context = row_length // 4 if context is None else context
+    if min_context >= row_length:
+        raise InputError(
+            f"rendering.min_context ({min_context}) leaves no room for new tokens in windows of {row_length}: "
+            "lower it or raise rendering.max_length"
+        )
+    train_samples, validation_samples = (
+        [s for part in parts for r in part.rendered for s in windows(r, row_length, min_context)]
+        for parts in (train, validation)
+    )
+    if not train_samples:
+        raise InputError(
+            f"{settings.data.path}: no supervised token is left to train on; see `instep data report`"
+        )
+    order = make_order(train_samples, row_length, settings.data.pack, settings.rows_per_step, settings.seed)
+    held = make_order(validation_samples, row_length, settings.data.pack, 1, settings.seed)
+    return SftData(
+        model_folder=folder,
+        train=Split(train_samples, account(train, train_samples, order)),
+        validation=Split(validation_samples, account(validation, validation_samples, held)),
+        order=order,
+        validation_order=held,
+        row_length=row_length,
+        fingerprint=fingerprint([*train_samples, *validation_samples]),
+        choices={"row length": reason, "validation": how, "context": f"at least {min_context} tokens"},
+    )
+
+
+def _render(renderer: Renderer, conversations: Sequence[Conversation], where: str) -> list[_Part]:
+    parts = []
+    for conversation in conversations:
+        turns = frozenset(i for i, m in enumerate(conversation.messages) if m.role == "assistant")
+        parts.append(_Part(conversation, list(renderer.render(conversation)), turns))
+    if not parts:
+        raise InputError(f"{where}: no conversation found; see `instep data report`")
+    return parts
+
+
+def _row_length(settings: SftSettings, folder: Path, longest: int) -> tuple[int, str]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    limit = int(config.get("max_position_embeddings") or 2**31)
+    wanted = settings.rendering.max_length
+    if wanted > limit:
+        raise InputError(
+            f"rendering.max_length = {wanted} is beyond the model's context of {limit} tokens: lower it"
+        )
+    if wanted:
+        return wanted, f"{wanted}: asked for"
+    return choose_row_length(
+        config,
+        longest,
+        limit,
+        available_bytes=psutil.virtual_memory().available,
+        rows=settings.rows_per_batch,
+        checkpointing=settings.model.gradient_checkpointing,
+    )
+
+
+# --- the held-out split --------------------------------------------------------------------------------------
+
+
+def hold_out(parts: list[_Part], share: float, seed: int) -> tuple[list[_Part], list[_Part], str]:
+    """Split by session, never by turn; of a single session, its last part is held out."""
+    if share == 0:
+        return parts, [], "none: data.validation_share is 0"
+    groups: dict[str, list[_Part]] = {}
+    for part in parts:
+        groups.setdefault(_session(part.conversation), []).append(part)
+    if len(groups) == 1:
+        cut = [_cut_last(part, share) for part in parts]
+        train = [a for a, _ in cut if a.rendered]
+        validation = [b for _, b in cut if b.rendered]
+        return train, validation, f"the last {share:.0%} of the only session"
+    # By a hash of the session's name, so that adding a session moves no other one across.
+    names = sorted(groups, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest())
+    goal = share * sum(_supervised(p) for p in parts)
+    held: set[str] = set()
+    reached = 0.0
+    for name in names[:-1]:
+        if reached >= goal:
+            break
+        held.add(name)
+        reached += sum(_supervised(p) for p in groups[name])
+    train = [p for p in parts if _session(p.conversation) not in held]
+    validation = [p for p in parts if _session(p.conversation) in held]
+    return train, validation, f"{len(held)} of {len(groups)} sessions"
+
+
+def _session(conversation: Conversation) -> str:
+    return str(conversation.source.get("session") or conversation.id)
+
+
+def _supervised(part: _Part) -> float:
+    return float(sum((r.weight > 0).sum() for r in part.rendered))
+
+
+def _cut_last(part: _Part, share: float) -> tuple[_Part, _Part]:
+    """Split one conversation's renderings where `share` of its supervised tokens are still to come."""
+    counts = [int((r.weight > 0).sum()) for r in part.rendered]
+    keep = (1 - share) * sum(counts)
+    if len(part.rendered) > 1:  # one rendering per turn
+        before = int(np.searchsorted(np.cumsum(counts), keep, side="right"))
+        before = min(max(before, 1), len(counts) - 1)
+        first, last = part.rendered[:before], part.rendered[before:]
+    elif not counts or counts[0] == 0:
+        return part, replace(part, rendered=[])
+    else:
+        rendered = part.rendered[0]
+        token = int(np.searchsorted(np.cumsum(rendered.weight > 0), keep, side="right"))
+        message = rendered.message[min(token, len(rendered.message) - 1)]
+        starts = np.flatnonzero(rendered.message >= message)
+        cut = int(starts[0])
+        tail = (rendered.tokens[cut:], rendered.weight[cut:], rendered.message[cut:])
+        if not (rendered.weight[:cut] > 0).any() or not (tail[1] > 0).any():
+            return part, replace(part, rendered=[])
+        head = (
+            rendered.tokens[: rendered.head],
+            rendered.weight[: rendered.head],
+            rendered.message[: rendered.head],
+        )
+        first = [
+            replace(
+                rendered,
+                tokens=rendered.tokens[:cut],
+                weight=rendered.weight[:cut],
+                message=rendered.message[:cut],
+            )
+        ]
+        tokens, weight, message_of = (np.concatenate(pair) for pair in zip(head, tail, strict=True))
+        last = [replace(rendered, tokens=tokens, weight=weight, message=message_of)]
+    held = frozenset(int(m) for r in last for m in np.unique(r.message[r.weight > 0]))
+    after = min(held, default=10**9)
+    return (
+        replace(part, rendered=first, turns=frozenset(t for t in part.turns if t < after)),
+        replace(part, rendered=last, turns=frozenset(t for t in part.turns if t >= after)),
+    )
+
+
+# --- the account ---------------------------------------------------------------------------------------------
+
+
+def account(parts: Iterable[_Part], samples: Sequence[Sample], order: Order) -> dict[str, Any]:
+    """Counts of one split; every assistant turn is either supervised or dropped for a named reason."""
+    parts = list(parts)
+    supervised = {(s.conversation, turn) for s in samples for turn in s.turns}
+    dropped: Counter[str] = Counter()
+    turns = 0
+    for part in parts:
+        for turn in part.turns:
+            turns += 1
+            if (part.conversation.id, turn) not in supervised:
+                dropped[_why(part.conversation, turn)] += 1
+    row_tokens = [sum(len(samples[index]) for index in row) for row in order.rows]
+    processed = sum(row_tokens)
+    # A row is padded to the longest row of its micro-batch, at most to the longest of all.
+    padded = max(row_tokens, default=0) * len(row_tokens)
+    target = sum(int((s.weight > 0).sum()) for s in samples)
+    return {
+        "conversations": len(parts),
+        "assistant_turns": turns,
+        "supervised_turns": turns - sum(dropped.values()),
+        "dropped_turns": dict(dropped),
+        "windows": len(samples),
+        "rows": len(order.rows),
+        "processed_tokens": processed,
+        "supervised_tokens": target,
+        "processed_per_supervised": round(processed / target, 3) if target else None,
+        "padding_share": round(1 - processed / padded, 4) if padded else 0.0,
+    }
+
+
+def _why(conversation: Conversation, turn: int) -> str:
+    message = conversation.messages[turn]
+    if message.stop in (StopReason.ABORTED, StopReason.ERROR):
+        return f"{message.stop.value} by the agent"
+    if not message.supervised:
+        return "not supervised in the data"
+    return "rendered without a token of its own"
