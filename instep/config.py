@@ -151,11 +151,11 @@ class FewShot(Settings):
 
 class TaskSettings(Settings):
     name: Annotated[str, Field(min_length=1)] = "chain_sum"
-    """`gsm8k`, the name of a reasoning-gym dataset (`chain_sum`, `gsm_symbolic`, …), or a JSONL file of your own."""
+    """`gsm8k`, a reasoning-gym dataset's name (`chain_sum`, `gsm_symbolic`, …), or a JSONL file of your own."""
     path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; without it openai/gsm8k is fetched from the Hub."""
     test_path: str | None = None
-    """JSONL of your own: its held-out tasks; without it a share of `name` is held out, by the question's hash."""
+    """JSONL of your own: its held-out tasks; without it a share of `name` is held out by hash."""
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """JSONL of your own: the share that is held out where there is no `test_path`."""
     parameters: dict[str, Any] = {}
@@ -190,14 +190,9 @@ class TaskSettings(Settings):
         }
         for kind, names in users.items():
             for name in names:
-                given = (
-                    name in self.model_fields_set
-                    and getattr(self, name) != type(self).model_fields[name].default
-                )
-                if kind != self.kind and given:
-                    raise ValueError(
-                        f"{name} is for {kind} tasks, but the task is {self.name!r}: remove {name}"
-                    )
+                default = type(self).model_fields[name].default
+                if kind != self.kind and getattr(self, name) != default:
+                    raise ValueError(f"{name} is for {kind} tasks, not for {self.name!r}: remove {name}")
         return self
 
 
@@ -207,7 +202,7 @@ class RewardSettings(Settings):
     weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     """Name → weight in the sum that enters the advantage; 1 where not given, 0 only logs the reward."""
     overlong_tokens: PositiveInt | None = None
-    """`length`: the last so many of max_new_tokens are punished, linearly to -1; none is a quarter of them."""
+    """`length`: the last so many of max_new_tokens are punished, down to -1; none is a quarter of them."""
     timeout_seconds: PositiveFloat = 60.0
     """A function of your own that takes longer for one batch is killed and stops the run."""
     comparison_timeout_seconds: PositiveFloat = 5.0
@@ -229,7 +224,7 @@ class RewardSettings(Settings):
         unknown = set(self.weights) - set(self.functions)
         if unknown:
             raise ValueError(
-                f"weight for {', '.join(sorted(unknown))}, which is not among the rewards {', '.join(self.functions)}"
+                f"weight for {', '.join(sorted(unknown))}, but the rewards are {', '.join(self.functions)}"
             )
         if not any(self.weight(name) for name in self.functions):
             raise ValueError("every reward has weight 0: nothing would be learned")
@@ -258,7 +253,7 @@ class RolloutSettings(Settings):
         if (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
             raise ValueError(
                 "top_p, top_k and min_p cut the distribution that is sampled from, so that the recorded "
-                "log-probabilities are no longer those of the model: leave them at 1, 0 and 0, or use temperature"
+                "log-probabilities are no longer the model's: leave them at 1, 0 and 0, or use temperature"
             )
         return self
 
@@ -292,9 +287,7 @@ class GrpoObjectiveSettings(Settings):
     @model_validator(mode="after")
     def _clip(self) -> GrpoObjectiveSettings:
         if self.epsilons[0] >= 1:
-            raise ValueError(
-                f"epsilon_low is {self.epsilons[0]}: it must be below 1, or nothing is clipped below"
-            )
+            raise ValueError(f"epsilon_low is {self.epsilons[0]}: above 1 nothing is ever clipped below")
         return self
 
 
@@ -320,7 +313,7 @@ class GrpoSettings(Settings):
     max_minutes: PositiveFloat | None = None
     """Stop training after so many minutes of steps; the schedule follows the clock then."""
     no_spread: Literal["drop", "resample"] = "drop"
-    """A group whose rewards are all the same: left out of the backward pass, or replaced by another task's."""
+    """A group whose rewards are all equal: left out of the backward pass, or replaced by another task's."""
     max_resamples: PositiveInt = 3
     """no_spread = "resample": at most so many further sets of rollouts for one step."""
     watchdog_steps: PositiveInt = 10
