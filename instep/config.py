@@ -151,7 +151,7 @@ class FewShot(Settings):
 
 class TaskSettings(Settings):
     name: Annotated[str, Field(min_length=1)] = "chain_sum"
-    """`gsm8k`, a reasoning-gym dataset's name (`chain_sum`, `gsm_symbolic`, …), or a JSONL file of your own."""
+    """`gsm8k`, a dataset of reasoning-gym (`chain_sum`, `gsm_symbolic`, …), or a JSONL file of your own."""
     path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; without it openai/gsm8k is fetched from the Hub."""
     test_path: str | None = None

@@ -56,6 +56,6 @@ def _hub_file(split: str) -> Path:
         return Path(hf_hub_download(HUB_REPOSITORY, name, repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise InputError(
-            f"{HUB_REPOSITORY}: {name} is not in the Hub's cache and could not be fetched ({type(error).__name__}); "
+            f"{HUB_REPOSITORY}: {name} is not cached and could not be fetched ({type(error).__name__}); "
             f"go online once, or set task.path to a folder with train.jsonl and test.jsonl"
         ) from error

@@ -36,12 +36,19 @@ def load_gym(settings: TaskSettings, seed: int) -> Tasks:
             break
         task = _task(settings, held_out, index, "test", settings.test_seed)
         test.setdefault(question_hash(task.question), task)
-    tested = list(test.values())
     notes = ()
-    if len(tested) < size:
+    if len(test) < size:
+        # There are hardly more questions than these: half of them must stay to learn from.
+        found = len(test)
+        test = dict(list(test.items())[: found // 2])
         notes = (
-            f"{name} has only {len(tested)} different held-out questions with these parameters, not {size}",
+            f"{name}: about {found} different questions with these parameters; {len(test)} are held out",
         )
+    if not test:
+        raise InputError(
+            f"task {name!r} has one question only with these parameters: nothing can be held out"
+        )
+    tested = list(test.values())
     train = _dataset(name, seed, settings.train_size, settings.parameters)
     return Tasks(
         train=TaskSet(

@@ -69,7 +69,7 @@ def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
         if role not in ROLES or not isinstance(content, str):
             raise InputError(
-                f"{where}: a message is a role ({', '.join(ROLES)}) and a text as content, found {str(item)[:60]}"
+                f"{where}: a message is a role ({', '.join(ROLES)}) and a text content, found {str(item)[:50]}"
             )
         messages.append(Message(role, content))
     return messages
