@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from instep import __version__, engines
-from instep.adapters import save_adapter, save_full_model
+from instep.adapters import save_adapter
 from instep.config import SftSettings
 from instep.engines.base import Engine
 from instep.errors import InputError
@@ -15,6 +15,7 @@ from instep.loops.sft import SftLoop
 from instep.loops.sft_data import SftData, prepare
 from instep.runs.checkpoint import Progress, load_checkpoint
 from instep.runs.folder import CONFIG, RunFolder, default_folder, refuse_existing
+from instep.runs.full_model import save_full_model
 from instep.settings_file import dump_settings, load_resolved
 
 CHANGEABLE_ON_RESUME = ("epochs", "max_steps", "max_minutes", "model.device", "run")
