@@ -14,7 +14,9 @@ from instep.errors import InputError
 
 def _explain(error: OSError, path: Path) -> InputError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return InputError(f"no space left on the disk while writing {path}: free some and run the command again")
+        return InputError(
+            f"no space left on the disk while writing {path}: free some and run the command again"
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return InputError(f"no permission to write {path}: choose another place or change its rights")
     if error.errno in (errno.ENOTDIR, errno.EEXIST):

@@ -22,7 +22,9 @@ def choose(name: str) -> tuple[str, str]:
     if name == "auto":
         if not installed:
             raise InputError(
-                "no engine is installed: expected one of " + ", ".join(ENGINES) + "; pip install 'instep[torch]'"
+                "no engine is installed: expected one of "
+                + ", ".join(ENGINES)
+                + "; pip install 'instep[torch]'"
             )
         mac = platform.system() == "Darwin" and platform.machine() == "arm64"
         if mac and "mlx" in installed:
@@ -31,7 +33,9 @@ def choose(name: str) -> tuple[str, str]:
     if name not in ENGINES:
         raise InputError(f"engine {name!r} is not known: expected auto or one of " + ", ".join(ENGINES))
     if name not in installed:
-        raise InputError(f"engine {name!r} needs the package {ENGINES[name][2]}: pip install 'instep[{name}]'")
+        raise InputError(
+            f"engine {name!r} needs the package {ENGINES[name][2]}: pip install 'instep[{name}]'"
+        )
     return name, "asked for"
 
 
