@@ -1,0 +1,137 @@
+"""The trainable parameters as flat float32 buffers, and AdamW over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from instep.config import OptimizerSettings
+from instep.engines.base import EngineState, StepReport
+from instep.errors import InputError
+
+
+class Trainables:
+    """Named parameters whose float32 masters, gradients and Adam moments are each one flat buffer.
+
+    Memory: 16 bytes a parameter. Where `compute` differs from float32, a copy in that type is kept for the
+    forward pass (`views`), refreshed after every change of the masters: 2 bytes more.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, compute: torch.dtype
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.offsets: dict[str, int] = {}
+        total = 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = total
+            total += int(np.prod(shape))
+        self.count = total
+        self.master = torch.zeros(total, device=device)
+        self.gradient = torch.zeros(total, device=device)
+        self.exp_avg = torch.zeros(total, device=device)
+        self.exp_avg_sq = torch.zeros(total, device=device)
+        self.copy = (
+            self.master if compute == torch.float32 else torch.zeros(total, dtype=compute, device=device)
+        )
+        self.step = 0
+
+    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        start = self.offsets[name]
+        shape = self.shapes[name]
+        return buffer[start : start + int(np.prod(shape))].view(shape)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """A leaf whose storage is the master's, and whose gradient accumulates in the flat buffer."""
+        leaf = nn.Parameter(self.view(self.master, name))
+        leaf.grad = self.view(self.gradient, name)
+        return leaf
+
+    def refresh(self) -> None:
+        """Bring the compute copy up to date with the masters."""
+        if self.copy is not self.master:
+            self.copy.copy_(self.master)
+
+    def set(self, name: str, value: np.ndarray) -> None:
+        self.view(self.master, name).copy_(torch.from_numpy(np.ascontiguousarray(value, np.float32)))
+
+    def adamw(self, settings: OptimizerSettings, learning_rate: float, denominator: float) -> StepReport:
+        """AdamW with bias correction and decoupled decay (Loshchilov & Hutter, arXiv 1711.05101).
+
+        The gradient is divided by `denominator` and its global norm clipped; it is zero afterwards.
+        """
+        gradient = self.gradient
+        norm = float(
+            torch.linalg.vector_norm(gradient, dtype=torch.float64 if gradient.device.type == "cpu" else None)
+        )
+        norm /= denominator
+        if not np.isfinite(norm):
+            gradient.zero_()
+            return StepReport(gradient_norm=norm, applied=False)
+        clip = min(1.0, settings.clip_norm / norm) if norm > 0 else 1.0
+        gradient.mul_(clip / denominator)
+        self.step += 1
+        beta1, beta2 = settings.beta1, settings.beta2
+        self.exp_avg.lerp_(gradient, 1 - beta1)
+        self.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        if settings.weight_decay:
+            self.master.mul_(1 - learning_rate * settings.weight_decay)
+        correction1 = 1 - beta1**self.step
+        correction2 = 1 - beta2**self.step
+        # The gradient's buffer is free now: it holds the denominator of the update.
+        torch.sqrt(self.exp_avg_sq, out=gradient)
+        gradient.div_(correction2**0.5).add_(settings.epsilon)
+        self.master.addcdiv_(self.exp_avg, gradient, value=-learning_rate / correction1)
+        gradient.zero_()
+        self.refresh()
+        return StepReport(gradient_norm=norm, applied=True)
+
+    def state(self) -> EngineState:
+        def arrays(buffer: torch.Tensor) -> dict[str, np.ndarray]:
+            flat = buffer.cpu().numpy()
+            out = {}
+            for name, shape in self.shapes.items():
+                start = self.offsets[name]
+                out[name] = flat[start : start + int(np.prod(shape))].reshape(shape).copy()
+            return out
+
+        return EngineState(arrays(self.master), arrays(self.exp_avg), arrays(self.exp_avg_sq), self.step)
+
+    def load_state(self, state: EngineState) -> None:
+        groups = {
+            "parameters": (state.parameters, self.master),
+            "exp_avg": (state.exp_avg, self.exp_avg),
+            "exp_avg_sq": (state.exp_avg_sq, self.exp_avg_sq),
+        }
+        for group, (arrays, _) in groups.items():
+            self._check(group, arrays)
+        if state.step < 0:
+            raise InputError(f"state: step is {state.step}, expected 0 or more")
+        for arrays, buffer in groups.values():
+            for name, value in arrays.items():
+                source = torch.from_numpy(np.ascontiguousarray(value, np.float32))
+                self.view(buffer, name).copy_(source)
+        self.step = int(state.step)
+        self.gradient.zero_()
+        self.refresh()
+
+    def _check(self, group: str, arrays: Mapping[str, np.ndarray]) -> None:
+        missing = sorted(self.shapes.keys() - arrays.keys())
+        foreign = sorted(arrays.keys() - self.shapes.keys())
+        if missing or foreign:
+            what = f"{missing[0]} is missing" if missing else f"{foreign[0]} is not in this model"
+            raise InputError(
+                f"state: {group}: {what} ({len(missing)} missing, {len(foreign)} unknown names): "
+                "it belongs to another model or other adapter settings"
+            )
+        for name, shape in self.shapes.items():
+            if tuple(arrays[name].shape) != tuple(shape):
+                raise InputError(
+                    f"state: {group}: {name} has shape {list(arrays[name].shape)}, expected {list(shape)}: "
+                    "it belongs to another model or another rank"
+                )
+            if not np.isfinite(arrays[name]).all():
+                raise InputError(f"state: {group}: {name} holds values that are not finite")
