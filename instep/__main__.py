@@ -1,0 +1,5 @@
+"""`python -m instep`."""
+
+from instep.cli.app import main
+
+main()
