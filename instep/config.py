@@ -71,6 +71,23 @@ class OptimizerSettings(Settings):
     """Global gradient norm above which the gradient is scaled down."""
 
 
+class BuildSettings(Settings):
+    """What `instep data build` keeps of the sessions it reads."""
+
+    include_reasoning: bool = False
+    """Keep the model's thinking; without it it is left out for good."""
+    max_message_chars: Annotated[int, Field(ge=0)] = 200_000
+    """Longer texts lose their middle, with a mark that says how much; 0 keeps every length."""
+    since: str | None = None
+    """Only sessions that started at this date (ISO) or later."""
+    project: str | None = None
+    """Only sessions whose project path holds this text."""
+    exclude_tools: tuple[str, ...] = ()
+    """Tools whose calls and results are removed."""
+    redact: bool = True
+    """Replace secrets, e-mail addresses and home directories by placeholders."""
+
+
 class RenderingSettings(Settings):
     max_length: Annotated[int, Field(ge=0)] = 0
     """Longest window in tokens; 0 takes it from the data, the model's context and the memory there is."""
