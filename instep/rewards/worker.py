@@ -23,7 +23,13 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
+from instep.errors import TrainingError
+
 HEADER = struct.Struct("<Q")
+START_SECONDS = 120.0
+# The other process' search path is appended to, and -P keeps the current folder out: a file of the user's
+# called inspect.py must not stand before Python's own.
+SERVE = "import sys; sys.path.extend(sys.argv[1:]); from instep.rewards.worker import serve; serve()"
 
 
 class WorkerTimeout(Exception):
@@ -54,10 +60,13 @@ class Worker:
         self._since = 0.0
 
     def submit(self, function: str, *arguments: Any) -> None:
-        """Begin `module:function` of this package with picklable arguments."""
-        self._since = time.monotonic()
+        """Begin `module:function` of this package with picklable arguments.
+
+        Raises TrainingError where the process cannot be started.
+        """
         if self._process is None or self._process.poll() is not None:
             self._start()
+        self._since = time.monotonic()
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # seen as WorkerDied when the result is asked for
             _send(self._process.stdin, (function, arguments))
@@ -96,12 +105,10 @@ class Worker:
     def _start(self) -> None:
         self.close()
         paths = [path or str(Path.cwd()) for path in sys.path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from instep.rewards.worker import serve; serve()"],
+            [sys.executable, "-P", "-c", SERVE, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
             start_new_session=os.name == "posix",
         )
         self._replies = queue.Queue()
@@ -109,6 +116,15 @@ class Worker:
         reader = threading.Thread(target=_read_all, args=(self._process.stdout, self._replies), daemon=True)
         reader.start()
         weakref.finalize(self, _kill, self._process)
+        try:
+            ready = self._replies.get(timeout=START_SECONDS)
+        except queue.Empty:
+            ready = None
+        if ready is None:
+            self.close()
+            raise TrainingError(
+                "the process that rewards run in could not be started; its error stands above"
+            )
 
 
 def _read_all(stream: IO[bytes], replies: queue.Queue[tuple[str, Any] | None]) -> None:
@@ -155,6 +171,7 @@ def serve() -> None:
     """The process' own loop: until its input ends."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a print inside the work must not end up among the replies
+    _send(replies, ("ready", None))
     while (message := _receive(sys.stdin.buffer)) is not None:
         function, arguments = message
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from instep.tasks.task import Task, Tasks, TaskSet, question_hash
 OWN_PARAMETERS = {"seed": "the run's seed and task.test_seed", "size": "task.train_size and task.test_size"}
 # Looking further for held-out questions that differ: a dataset with few questions repeats itself.
 ATTEMPTS_PER_TEST_TASK = 4
-# Numbers in, an arithmetic expression out: gsm_symbolic and its kin keep the worked solution here.
+# Where gsm_symbolic and its kin keep the worked solution.
 SOLUTION_KEYS = ("answer_cot", "solution")
 
 
@@ -115,21 +116,27 @@ def _task(settings: TaskSettings, dataset: Any, index: int, split: str, seed: in
         answer=str(answer),
         source=f"{name}/{split}",
         solution=solution.partition("####")[0].strip(),
-        columns={"gym": {"dataset": name, "parameters": dict(settings.parameters), "entry": entry}},
+        columns={
+            "gym": {
+                "dataset": name,
+                "parameters": dict(settings.parameters),
+                "entry": entry,
+                "scores": has_own_scorer(type(dataset)),
+            }
+        },
     )
 
 
-def has_own_scorer(dataset: Any) -> bool:
+@functools.lru_cache
+def has_own_scorer(kind: type) -> bool:
     """Whether the dataset scores answers itself (several can be right) without evaluating the model's text.
 
     Some scorers call eval or sympy's parse_expr, which evaluates Python, on what the model wrote. These are
     never called; our own comparison decides there.
     """
-    from reasoning_gym.dataset import ProceduralDataset
-
-    for owner in type(dataset).__mro__:
+    for owner in kind.__mro__:
         if "score_answer" in vars(owner):
-            if owner is ProceduralDataset:
+            if owner.__name__ == "ProceduralDataset":
                 return False
             source = inspect.getsource(inspect.getmodule(owner) or owner)
             return not any(word in source for word in ("eval(", "exec(", "parse_expr", "sympify"))

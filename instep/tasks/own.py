@@ -11,7 +11,7 @@ from instep.errors import InputError
 from instep.records import Message
 from instep.tasks.prompts import build_prompt
 from instep.tasks.rows import read_rows
-from instep.tasks.task import Task, Tasks, keep_apart, question_hash
+from instep.tasks.task import RESERVED_COLUMNS, Task, Tasks, keep_apart, question_hash
 
 KNOWN = ("prompt", "messages", "answer", "solution", "tools", "id")
 ROLES = ("system", "user", "assistant", "tool")
@@ -37,6 +37,11 @@ def load_own(settings: TaskSettings, answers_required: bool) -> Tasks:
 def _read(settings: TaskSettings, path: Path, name: str, answers_required: bool) -> list[Task]:
     tasks = []
     for where, row in read_rows(path):
+        reserved = sorted(set(row) & set(RESERVED_COLUMNS))
+        if reserved:
+            raise InputError(
+                f"{where}: the column {reserved[0]!r} is filled in for every sample: rename yours"
+            )
         messages = _messages(row, where)
         tasks.append(
             Task(
@@ -97,8 +102,21 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(
-                f'{where}: a tool must be {{"type": "function", "function": {{"name": …, "parameters": …}}}}'
-                f"found {str(tool)[:50]}"
-            )
+            shape = '{"type": "function", "function": {"name": …, "parameters": …}}'
+            raise InputError(f"{where}: a tool must be {shape}, found {str(tool)[:60]}")
+        _check_schema(function, where)
     return tuple(tools)
+
+
+def _check_schema(function: Mapping[str, Any], where: str) -> None:
+    try:
+        import jsonschema
+        from jsonschema.validators import validator_for
+    except ImportError as error:
+        raise InputError(f"{where}: tasks with tools need jsonschema: pip install jsonschema") from error
+    schema = function.get("parameters") or {}
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise InputError(f"{where}: tool {function['name']}: not a JSON schema: {error.message}") from error

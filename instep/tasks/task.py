@@ -12,6 +12,9 @@ from typing import Any
 from instep.errors import InputError
 from instep.records import Message
 
+RESERVED_COLUMNS = ("task", "gym", "completion_tokens", "truncated")
+"""Columns that rewards are handed about every sample, beside `answer` and `tools`."""
+
 
 @dataclass(frozen=True)
 class Task:
