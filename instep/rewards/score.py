@@ -187,7 +187,7 @@ def _first_that_raises(reward: Reward, arguments: Mapping[str, Any]) -> int:
     for index in range(len(arguments["completions"])):
         try:
             reward(*_alone(arguments, index).values())
-        except Exception:
+        except Exception:  # noqa: BLE001 (the caller raises its cause)
             return index
     return 0
 
