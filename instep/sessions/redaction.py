@@ -21,6 +21,7 @@ from instep.sessions.store import from_json, to_json
 
 _SHORTEST = 4
 """No pattern can match in fewer characters."""
+_SHORT = 64
 _SHORTEST_EVERYWHERE = 12
 """A contextual secret shorter than this is replaced in its context only: `postgres` is a word, too."""
 _PLACEHOLDER = re.compile(r"\[REDACTED:([a-z0-9-]+)\]")
@@ -55,6 +56,7 @@ class Redactor:
         self.counts: Counter[str] = Counter()
         self._secrets: dict[str, str] = {}
         self._names: set[str] = set()
+        self._clean: set[str] = set()
         self._everywhere: re.Pattern[str] | None = None
         self._encoded_home: re.Pattern[str] | None = None
         self._home = str(home or Path.home())
@@ -77,6 +79,7 @@ class Redactor:
             if len(text) >= _SHORTEST_EVERYWHERE:
                 self._secrets.setdefault(text, "password-field")
         self._everywhere = self._encoded_home = None
+        self._clean.clear()
 
     def _keep(self, value: str, pattern: Pattern) -> None:
         long = len(value) >= _SHORTEST_EVERYWHERE
@@ -104,8 +107,14 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """One text redacted."""
-        if len(text) < _SHORTEST:
+        if len(text) < _SHORTEST or text in self._clean:
             return text
+        redacted = self._redacted(text)
+        if redacted == text and len(text) <= _SHORT:
+            self._clean.add(text)  # roles, names and keys come again and again
+        return redacted
+
+    def _redacted(self, text: str) -> str:
         for pattern in patterns():
             if any(hint in text for hint in pattern.hints):
                 text = pattern.regex.sub(self._replacer(pattern), text)

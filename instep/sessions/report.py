@@ -59,6 +59,17 @@ class ReadReport:
                     self.supervised_turns += 1
                     self.supervised_characters += produced_characters(message)
 
+    def add(self, other: ReadReport) -> None:
+        """Add another report's counts of what was read and left out (what is kept is set by `count`)."""
+        for entry in fields(self):
+            mine, theirs = getattr(self, entry.name), getattr(other, entry.name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            elif isinstance(mine, list):
+                mine.extend(theirs)
+            elif theirs is not None:
+                setattr(self, entry.name, (mine or 0) + theirs)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, counters with the largest count first."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}

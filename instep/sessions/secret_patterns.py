@@ -83,10 +83,12 @@ def _plugin_patterns() -> list[Pattern]:
     from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
     from detect_secrets.plugins.twilio import TwilioKeyDetector
 
+    gitlab = ("glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "GR1348941", "glcbt-", "glimt-", "glptt-", "glagent-",
+              "gloas-")  # fmt: skip
     # kind, plugin, hints, whether a token must not begin inside a word (for forms that text can hold by chance)
     table: list[tuple[str, Any, tuple[str, ...], bool]] = [
         ("github-token", GitHubTokenDetector, ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), False),
-        ("gitlab-token", GitLabTokenDetector, ("gl", "GR1348941"), True),
+        ("gitlab-token", GitLabTokenDetector, gitlab, True),
         ("openai-api-key", OpenAIDetector, ("T3BlbkFJ",), False),
         ("pypi-token", PypiTokenDetector, ("pypi-",), False),
         ("sendgrid-api-key", SendGridDetector, ("SG.",), True),
@@ -215,7 +217,7 @@ def _contextual() -> list[Pattern]:
         Pattern(
             "password-field",
             re.compile(
-                rf"(?i)[\"']?\b(?:[a-z0-9]+[_-])*{names}\\?[\"']?\s*[:=]\s*\\?[\"'](?P<value>[^\s\"'`<>{{}}()\\]{{8,200}})\\?[\"']"
+                rf"(?i){names}\\?[\"']?\s*[:=]\s*\\?[\"'](?P<value>[^\s\"'`<>{{}}()\\]{{8,200}})\\?[\"']"
             ),
             lower,
             lambda value: _secret_value(value) and _hard_to_guess(value),
