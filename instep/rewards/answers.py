@@ -34,8 +34,8 @@ FRACTION = re.compile(r"([-+]?)\s*(?:(\d{1,40})\s+(?:and\s+)?)?(\d{1,40})\s*/\s*
 LATEX_FRACTION = re.compile(
     r"([-+]?)\s*(\d{1,40})?\s*\\[dt]?frac\s*\{\s*(-?\d{1,40})\s*\}\s*\{\s*(\d{1,40})\s*\}"
 )
-HASHES = re.compile(r"####\s*([^\n]+)")
-STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)", re.IGNORECASE)
+HASHES = re.compile(r"####\s*")
+STATED = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 
 
 class Verdict(StrEnum):
@@ -60,9 +60,10 @@ def extract_answer(completion: str, tags: Tags) -> str | None:
         return None
     stated = _boxed(completion)
     if stated is None:
-        found = HASHES.findall(completion) or STATED.findall(completion)
+        found = list(HASHES.finditer(completion)) or list(STATED.finditer(completion))
+        line = completion[found[-1].end() :].split("\n", 1)[0] if found else ""
         # A sentence ends at ". ", not at the point inside a number.
-        stated = re.split(r"\.(?:\s|$)", found[-1], maxsplit=1)[0] if found else ""
+        stated = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0]
     return stated.strip() or None
 
 
