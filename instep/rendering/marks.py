@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from instep.errors import InputError
 
-_NONCHARACTERS = [*range(0xFDD0, 0xFDF0), *(plane << 16 | low for plane in range(1, 17) for low in (0xFFFE, 0xFFFF))]
+_NONCHARACTERS = [
+    *range(0xFDD0, 0xFDF0),
+    *(plane << 16 | low for plane in range(1, 17) for low in (0xFFFE, 0xFFFF)),
+]
 _ANY_NONCHARACTER = re.compile("[" + "".join(map(chr, _NONCHARACTERS)) + "]")
 _ORDINAL_BASE = 0xF0000
 _ORDINAL_DIGITS = 60_000
@@ -34,7 +37,9 @@ class Marks:
         taken = {found for text in texts for found in _ANY_NONCHARACTER.findall(text)}
         free = [chr(code) for code in _NONCHARACTERS if chr(code) not in taken]
         if len(free) < 8:
-            raise InputError("a conversation uses nearly every Unicode noncharacter; it is no text, leave it out")
+            raise InputError(
+                "a conversation uses nearly every Unicode noncharacter; it is no text, leave it out"
+            )
         self._open, self._close, *self._shields = free
         self._mark = re.compile(f"[{self._open}{self._close}]")
         self._control = control

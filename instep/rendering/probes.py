@@ -126,14 +126,18 @@ def _trims(template: ChatTemplate, dialect: Dialect) -> dict[str, str]:
 
 def _trim_of(template: ChatTemplate, role: str) -> str | None:
     core = "Zqcore"
-    padded = f" \n\n  {_AWKWARD}  \n\n "
+    padded = (f" \n\n  {_AWKWARD}  \n\n ", f"\n\n {_AWKWARD} \n\n")
 
     def conversations(text: str) -> list[Dicts]:
         entry = {"role": role, "content": text}
         if role == "assistant":
             return [[_user("a"), entry], [_user("a"), entry, _user("b"), _said("c")]]
         if role == "tool":
-            call = {"id": "zqcall123", "type": "function", "function": {"name": "zq", "arguments": {"a": "b"}}}
+            call = {
+                "id": "zqcall123",
+                "type": "function",
+                "function": {"name": "zq", "arguments": {"a": "b"}},
+            }
             entry["tool_call_id"] = call["id"]
             return [[_user("a"), _said("", tool_calls=[call]), entry, _said("c")]]
         if role == "system":
@@ -141,11 +145,11 @@ def _trim_of(template: ChatTemplate, role: str) -> str | None:
         return [[entry, _said("b"), _user("c")], [_user("a"), _said("b"), entry]]
 
     for name, trim in TRIMS.items():
-        shown = trim(padded)
         if all(
             (plain := template.try_render(before)) is not None
             and core in plain
             and template.try_render(after) == plain.replace(core, shown)
+            for shown in map(trim, padded)
             for before, after in zip(conversations(core), conversations(shown), strict=True)
         ):
             return name
@@ -168,16 +172,17 @@ def _probe_tools(template: ChatTemplate, dialect: Dialect) -> Dialect:
 
 def _tool_messages(text: str) -> list[Message]:
     calls = tuple(
-        ToolCall("zq_tool", {"zq_key": f"{number}{_VALUE}", "zq_count": 7}, f"call_zq_{number}") for number in (1, 2)
+        ToolCall("zq_tool", {"zq_key": f"{number}{_VALUE}", "zq_count": 7}, f"call_zq_number_{number}")
+        for number in (1, 2)
     )
     return [
         Message("system", "zqs"),
         Message("user", "zqu"),
         Message("assistant", text, tool_calls=calls),
-        Message("tool", "zqr1", tool_call_id="call_zq_1", name="zq_tool"),
-        Message("tool", "zqr2", tool_call_id="call_zq_2", name="zq_tool"),
+        Message("tool", "zqr1", tool_call_id="call_zq_number_1", name="zq_tool"),
+        Message("tool", "zqr2", tool_call_id="call_zq_number_2", name="zq_tool"),
         Message("assistant", text, tool_calls=calls[:1]),
-        Message("tool", "zqr3", tool_call_id="call_zq_1", name="zq_tool"),
+        Message("tool", "zqr3", tool_call_id="call_zq_number_1", name="zq_tool"),
         Message("assistant", "zqlast"),
         Message("user", "zqagain"),
         Message("assistant", "zqend"),
@@ -194,11 +199,16 @@ def _tools_survive(template: ChatTemplate, dialect: Dialect) -> bool:
     for text in ("zqtext", ""):
         entries = _dicts(_tool_messages(text), [_SCHEMA], dialect)
         shown = template.try_render(entries, [_SCHEMA])
-        prompt = template.try_render(entries[:2], [_SCHEMA], generation=True)
-        without_system = template.try_render(entries[1:2], [_SCHEMA], generation=True)
+        opening = (_tool_messages(text)[:2], _tool_messages(text)[1:2])
+        prompt, without_system = (
+            template.try_render(_dicts(messages, [_SCHEMA], dialect), [_SCHEMA], generation=True)
+            for messages in opening
+        )
         calls = [[*([text] if text else []), "zq_tool", f"1{value}"] for value in (escaped, _VALUE)]
         if not any(
-            _in_order(shown, "zqu", *call, f"2{value}", "zqr1", "zqr2", *call, "zqr3", "zqlast", "zqagain", "zqend")
+            _in_order(
+                shown, "zqu", *call, f"2{value}", "zqr1", "zqr2", *call, "zqr3", "zqlast", "zqagain", "zqend"
+            )
             for call, value in zip(calls, (escaped, _VALUE), strict=True)
         ):
             return False
@@ -230,7 +240,9 @@ def _probe_layouts(template: ChatTemplate, dialect: Dialect, added: Sequence[str
     for key in _REASONING_KEYS:
         thinking = replace(dialect, reasoning_key=key)
         message = Message("assistant", "zqtext", reasoning="zqthought")
-        entries = dress(shape([Message("user", "a"), message], (), thinking, True), thinking, Marks(pattern_of(())), False)
+        entries = dress(
+            shape([Message("user", "a"), message], (), thinking, True), thinking, Marks(pattern_of(())), False
+        )
         shown = template.try_render(entries[0])
         if _in_order(shown, "zqthought", "zqtext"):
             reasoning_options, layouts["reasoning"] = _layout(

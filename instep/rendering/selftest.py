@@ -34,7 +34,9 @@ def _conversation(stop: str) -> Conversation:
             Message("user", f"zquser one {stop}\n"),
             Message("assistant", f"zqanswer one\n\n  and {stop} more", stop=ended, supervised=True),
             Message("user", "zquser two"),
-            Message("assistant", "zqanswer two", tool_calls=(call,), stop=StopReason.TOOL_CALL, supervised=True),
+            Message(
+                "assistant", "zqanswer two", tool_calls=(call,), stop=StopReason.TOOL_CALL, supervised=True
+            ),
             Message("tool", f"zqresult {stop} one", tool_call_id=call.id, name=call.name),
             Message("assistant", "", tool_calls=(call,), stop=StopReason.TOOL_CALL, supervised=True),
             Message("tool", "zqresult two", tool_call_id=call.id, name=call.name),
@@ -67,7 +69,9 @@ def check(renderer: Renderer) -> None:
         text = said.get(index, "").removeprefix(" ")
         ended = next((text.removesuffix(one) for one in stops if text.endswith(one)), None)
         if (ended is None) != (message.stop is StopReason.LENGTH):
-            raise _refused("the end-of-turn token is not supervised where a turn ended, or is where it did not")
+            raise _refused(
+                "the end-of-turn token is not supervised where a turn ended, or is where it did not"
+            )
         body = text if ended is None else ended
         content = renderer.dialect.trim("assistant", message.content)
         if message.tool_calls:
@@ -85,7 +89,9 @@ def _check_context(renderer: Renderer, conversation: Conversation, text: str) ->
             raise _refused(f"{sentinel!r} is not shown to the model")
     for index in (2, 10):
         prompt = renderer.prompt(conversation.messages[:index], conversation.tools)
-        begins = [one for one in renderer.render(conversation) if np.array_equal(one.tokens[: len(prompt)], prompt)]
+        begins = [
+            one for one in renderer.render(conversation) if np.array_equal(one.tokens[: len(prompt)], prompt)
+        ]
         if not begins:
             raise _refused("the prompt of a turn is not what its training tokens begin with")
 

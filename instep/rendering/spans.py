@@ -131,21 +131,21 @@ def places(
     prompt_end = {production.turn: production.prompt_end for production in found}
     starts, owner = [0], [NO_MESSAGE]
     head: int | None = None
-    previous_end, previous = 0, NO_MESSAGE
+    previous_end, previous, previous_turn = 0, NO_MESSAGE, NO_MESSAGE
     for item in rendering.items:
         who = rendering.owner(item)
         if head is None and (who.message < 0 or messages[who.message].role == "system"):
             starts += [item.start, item.end]
             owner += [who.message, NO_MESSAGE]
         elif head is None or who.message != previous:
-            limit = min(prompt_end.get(who.turn, item.start), item.start)
+            limit = item.start if who.turn == previous_turn else prompt_end.get(who.turn, item.start)
             border = _border(rendering.text, previous_end, limit, stop, last=head is None)
             if border is None:
                 border = begin if head is None and previous_end == 0 else limit
             head = border if head is None else head
             starts.append(border)
             owner.append(who.message)
-        previous_end, previous = item.end, who.message
+        previous_end, previous, previous_turn = item.end, who.message, who.turn
     return Places(starts, owner, len(rendering.text) if head is None else head)
 
 

@@ -72,8 +72,10 @@ class _Shaped:
         turn = self.turns[number]
         fields = (*turn.parts, *turn.reasoning, *turn.calls)
         indices = {field.message for field in fields if field.message >= 0}
-        return turn.role == "assistant" and not turn.empty and any(
-            self.conversation.messages[index].supervised for index in indices
+        return (
+            turn.role == "assistant"
+            and not turn.empty
+            and any(self.conversation.messages[index].supervised for index in indices)
         )
 
 
@@ -175,7 +177,9 @@ class Renderer:
         return Rendering(text, tuple(items), shaped.owners)
 
     def _plain(self, shaped: _Shaped, count: int, thinking: bool) -> str:
-        return self._template.render(shaped.plain[:count], shaped.tools, options=self._options(shaped, thinking))
+        return self._template.render(
+            shaped.plain[:count], shaped.tools, options=self._options(shaped, thinking)
+        )
 
     def _prompt(self, shaped: _Shaped, count: int, thinking: bool) -> str:
         text = self._template.render(
@@ -188,11 +192,15 @@ class Renderer:
     def _render(self, shaped: _Shaped, context_tokens: int | None) -> list[Rendered]:
         if not any(shaped.wanted(number) for number in range(len(shaped.turns))):
             return []
-        thinks = {bool(turn.reasoning) for turn in shaped.turns if turn.role == "assistant" and not turn.empty}
+        thinks = {
+            bool(turn.reasoning) for turn in shaped.turns if turn.role == "assistant" and not turn.empty
+        }
         thinking, count = True in thinks, len(shaped.turns)
         whole = self._marked(shaped, count, thinking)
         readable = whole.text == self._plain(shaped, count, thinking)
-        if readable and (len(thinks) == 1 or shaped.dialect.plain_options == shaped.dialect.reasoning_options):
+        if readable and (
+            len(thinks) == 1 or shaped.dialect.plain_options == shaped.dialect.reasoning_options
+        ):
             found = productions(whole, shaped.turns, shaped.dialect)
             if self._prefixes_hold(shaped, whole, found, thinking):
                 trained = [one for one in found if shaped.wanted(one.turn)]
@@ -257,7 +265,9 @@ class Renderer:
             if first > start and text[start:first].strip():
                 start = first
         items = tuple(item for item in rendering.items if rendering.owner(item).turn == number)
-        return rendering, Production(number, len(prompt), start, stop_start, stop_start + len(layout.stop), items)
+        return rendering, Production(
+            number, len(prompt), start, stop_start, stop_start + len(layout.stop), items
+        )
 
     # -- tokens ----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions for unreadable files
+    except Exception as error:  # the library raises bare Exceptions for unreadable files
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"{path}: the tokenizer cannot be read ({reason}); fetch the model again") from error
     if not getattr(tokenizer, "is_fast", False):
@@ -98,7 +98,9 @@ class PieceEncoder:
         """
         pieces = self._pieces(shielded, cuts)
         plain = [(start, text[start:end]) for start, end, name in pieces if name is None]
-        encoded = self._encode_plain([piece for start, piece in plain if start], {} if cache is None else cache)
+        encoded = self._encode_plain(
+            [piece for start, piece in plain if start], {} if cache is None else cache
+        )
         ids: list[np.ndarray] = []
         offsets: list[np.ndarray] = []
         for start, end, name in pieces:

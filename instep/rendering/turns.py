@@ -121,15 +121,15 @@ def _turn(index: int, message: Message, dialect: Dialect, reasoning: bool) -> Tu
         calls: tuple[Call, ...] = ()
         if dialect.tools == "inline":
             said = [content] if content else []
-            content = "\n".join([*said, *(inline_call(call.name, call.arguments) for call in message.tool_calls)])
+            content = "\n".join(
+                [*said, *(inline_call(call.name, call.arguments) for call in message.tool_calls)]
+            )
         else:
             calls = tuple(
                 Call(index, call.name, call.arguments, _call_id(call.id or f"{index}.{number}", dialect))
                 for number, call in enumerate(message.tool_calls)
             )
-        return Turn(
-            "assistant", (Part(index, content),), (Part(index, thinking),) if thinking else (), calls
-        )
+        return Turn("assistant", (Part(index, content),), (Part(index, thinking),) if thinking else (), calls)
     if message.role == "tool":
         if dialect.tools == "inline":
             return Turn(dialect.results, (Part(index, inline_result(content)),))
@@ -226,7 +226,9 @@ def dress(
         if turn.reasoning and dialect.reasoning_key:
             thinking = (field(number, part.message, "reasoning", part.text) for part in turn.reasoning)
             entry[dialect.reasoning_key] = JOINER.join(thinking)
-        entry["content"] = JOINER.join(field(number, part.message, "content", part.text) for part in turn.parts)
+        entry["content"] = JOINER.join(
+            field(number, part.message, "content", part.text) for part in turn.parts
+        )
         if turn.calls:
             entry["tool_calls"] = [
                 _dressed_call(call, field(number, call.message, "call", call.name), dialect, marks)
