@@ -43,10 +43,7 @@ def load_settings(
         if value is not None:
             _put(tree, name, value)
     where = source or "the command line"
-    try:
-        settings = kind.model_validate(tree)
-    except ValidationError as error:
-        raise InputError(_explain(kind, error, where)) from None
+    settings = validate(kind, tree, where)
     for unused, reason in unused_settings(tree):
         raise InputError(f"{where}: {unused} is set but would not be used: {reason}; remove one of them")
     return settings
@@ -83,10 +80,15 @@ def dump_settings(settings: Settings) -> str:
 
 def load_resolved(kind: type[Tree], path: Path) -> Tree:
     """Read back what `dump_settings` wrote. Raises InputError where the file was damaged."""
+    return validate(kind, _read(str(path)), str(path))
+
+
+def validate(kind: type[Tree], tree: Mapping[str, Any], where: str) -> Tree:
+    """The tree as settings. Raises InputError that names the first wrong one."""
     try:
-        return kind.model_validate(_read(str(path)))
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise InputError(_explain(kind, error, str(path))) from None
+        raise InputError(_explain(kind, error, where)) from None
 
 
 def recipes() -> dict[str, Any]:

@@ -25,7 +25,8 @@ def sft(
     """Train an adapter on what the assistant said in your conversations."""
     from instep.cli.progress import ConsoleListener
     from instep.config import SftSettings
-    from instep.loops.sft_run import resumed_settings, run_sft
+    from instep.loops.run import resumed_settings
+    from instep.loops.sft_run import run_sft
     from instep.settings_file import load_settings, parse_overrides
 
     flags = {"model.path": model, "data.path": data, "run.folder": run, "engine": engine}
@@ -38,7 +39,7 @@ def sft(
         asked: dict[str, Any] = {
             name: value for name, value in flags.items() if value is not None and name != "run.folder"
         }
-        resolved = resumed_settings(path, {**parse_overrides(settings), **asked})
+        resolved = resumed_settings(SftSettings, path, {**parse_overrides(settings), **asked})
     else:
         resolved = load_settings(SftSettings, config, settings, flags)
     if dry_run:

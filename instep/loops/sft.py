@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from instep.batching import Row, collate
 from instep.config import SftSettings
-from instep.engines.base import Engine, EngineState
+from instep.engines.base import Engine
 from instep.errors import TrainingError
 from instep.loops.listener import Listener, StopFlag
-from instep.loops.schedule import Schedule
+from instep.loops.loop import Loop
 from instep.loops.sft_data import SftData
 from instep.objectives import CrossEntropy
 from instep.records import Sample
-from instep.runs.checkpoint import Progress, save_checkpoint
-from instep.runs.folder import CONFIG, RunFolder
-from instep.runs.metrics import MetricsLog
-
-BAD_STEPS_IN_A_ROW = 3
+from instep.runs.checkpoint import Progress
+from instep.runs.folder import RunFolder
 
 
-class SftLoop:
-    """One run's training. `train` returns when the schedule ends or when `stop` asks; `progress` says where."""
+class SftLoop(Loop):
+    """Cross-entropy on the supervised tokens of packed rows."""
 
     def __init__(
         self,
@@ -39,48 +34,22 @@ class SftLoop:
         listener: Listener,
         progress: Progress,
     ) -> None:
-        self.engine, self.data, self.settings, self.run, self.listener = engine, data, settings, run, listener
-        self.progress = progress
         total = max(1, math.ceil(settings.epochs * data.order.steps_per_epoch))
-        minutes = settings.max_minutes
-        self.schedule = Schedule(
-            settings.optimizer, min(total, settings.max_steps or total), minutes * 60 if minutes else None
-        )
-        self.log = MetricsLog(run.metrics, through_step=progress.step)
-        self._config = (run.path / CONFIG).read_text(encoding="utf-8")
-        self._bad = 0
-        self._pace: list[float] = []
-
-    def train(self, stop: StopFlag) -> bool:
-        """Run to the end of the schedule. Returns False where `stop` was asked for first.
-
-        Raises TrainingError after three bad steps in a row, with the last good state in `checkpoints/last`.
-        """
-        while True:
-            if self._evaluation_due and not self._evaluate_and_keep_best(stop):
-                self.checkpoint()
-                return False
-            step, finished = self.progress.step, self.finished
-            if step and (finished or step % self.settings.run.checkpoint_every_steps == 0):
-                self.checkpoint()
-            if finished:
-                return True
-            if stop.requested or not self._step(stop):
-                self.checkpoint()
-                return False
+        super().__init__(engine, settings, run, listener, progress, min(total, settings.max_steps or total))
+        self.data, self.settings = data, settings
 
     @property
-    def finished(self) -> bool:
-        return self.schedule.done(self.progress.step, self.progress.training_seconds)
+    def has_validation(self) -> bool:
+        return bool(self.data.validation.samples)
 
-    @property
-    def _evaluation_due(self) -> bool:
-        step = self.progress.step
-        if not self.data.validation.samples or self.progress.evaluated_step == step:
-            return False
-        return step == 0 or self.finished or step % self.settings.run.evaluate_every_steps == 0
+    def is_better(self, result: dict[str, float]) -> bool:
+        best = self.progress.best_validation_loss
+        return best is None or result["loss"] < best
 
-    def _step(self, stop: StopFlag) -> bool:
+    def with_best(self, progress: Progress, result: dict[str, float]) -> Progress:
+        return replace(progress, best_validation_loss=result["loss"])
+
+    def step(self, stop: StopFlag) -> bool:
         """One optimizer step. Returns False, with nothing changed, where `stop` was asked for inside it."""
         began = time.perf_counter()
         progress, engine = self.progress, self.engine
@@ -104,12 +73,7 @@ class SftLoop:
             counts["real_tokens"] += batch.real_tokens
             counts["padded_tokens"] += batch.padded_tokens
         tick = time.perf_counter()
-        if math.isfinite(sums["loss"]):
-            report = engine.optim_step(rate, sums["weight"])
-            applied, norm = report.applied, report.gradient_norm
-        else:
-            engine.zero_gradient()
-            applied, norm = False, math.nan
+        report = self.update(sums, rate, sums["weight"])
         done = time.perf_counter()
         taken = done - began
         self.progress = replace(
@@ -117,7 +81,7 @@ class SftLoop:
             step=progress.step + 1,
             training_seconds=progress.training_seconds + taken,
             supervised_tokens=progress.supervised_tokens + int(sums["sites"]),
-            skipped_steps=progress.skipped_steps + (not applied),
+            skipped_steps=progress.skipped_steps + (not report.applied),
         )
         record = {
             "kind": "train",
@@ -125,8 +89,8 @@ class SftLoop:
             "loss": sums["loss"] / sums["weight"],
             "token_accuracy": sums["correct"] / sums["sites"],
             "learning_rate": rate,
-            "gradient_norm": norm,
-            "applied": applied,
+            "gradient_norm": report.gradient_norm,
+            "applied": report.applied,
             "supervised_tokens": int(sums["sites"]),
             "supervised_tokens_per_second": sums["sites"] / taken,
             "real_tokens_per_second": counts["real_tokens"] / taken,
@@ -136,49 +100,14 @@ class SftLoop:
             "seconds_data": seconds_data,
             "seconds_forward_backward": seconds_compute,
             "seconds_optimizer": done - tick,
-            **self._memory(),
         }
-        self._tell(record, taken)
-        self._check(applied, rows)
+        self.tell(record, taken)
+        names = {f"conversation {s.conversation}" for row in self._samples(rows) for s in row}
+        self.check_applied(report.applied, sorted(names))
         return True
 
     def _samples(self, rows: Sequence[Row]) -> list[list[Sample]]:
         return [[self.data.train.samples[index] for index in row] for row in rows]
-
-    def _tell(self, record: dict[str, Any], taken: float) -> None:
-        self._pace = [*self._pace[-19:], taken]
-        self.log.write(record)
-        left = self.schedule.remaining_seconds(
-            self.progress.step, self.progress.training_seconds, statistics.median(self._pace)
-        )
-        self.listener.metrics(record, left)
-
-    def _memory(self) -> dict[str, int | None]:
-        memory = self.engine.memory()
-        return {
-            "memory_live_bytes": memory.live_bytes,
-            "memory_peak_bytes": memory.peak_bytes,
-            "memory_driver_bytes": memory.driver_bytes,
-            "memory_resident_bytes": memory.resident_bytes,
-        }
-
-    def _check(self, applied: bool, rows: Sequence[Row]) -> None:
-        if applied:
-            self._bad = 0
-            if self.progress.step - self.progress.skipped_steps == 2:
-                check_every_adapter_moved(self.engine.state(), self.settings.adapter.kind)
-            return
-        self._bad += 1
-        names = sorted({s.conversation for row in self._samples(rows) for s in row})
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        where = f"step {self.progress.step} (conversations {shown})"
-        self.listener.note(f"skipped {where}: loss or gradient was not finite")
-        if self._bad >= BAD_STEPS_IN_A_ROW:
-            self.checkpoint()
-            raise TrainingError(
-                f"{self._bad} steps in a row gave a loss or gradient that was not finite, the last one {where}: "
-                "lower optimizer.learning_rate, or set model.precision to float32"
-            )
 
     def evaluate(self, stop: StopFlag) -> dict[str, float] | None:
         """Held-out loss (token mean) and accuracy, over at most `evaluation_rows` rows spread over the split.
@@ -205,51 +134,12 @@ class SftLoop:
         if not math.isfinite(loss):
             raise TrainingError("the held-out loss is not finite: set model.precision to float32")
         result = {"loss": loss / weight, "token_accuracy": correct / sites}
-        record = {
-            "kind": "validation",
-            "step": self.progress.step,
-            **result,
-            "supervised_tokens": int(sites),
-            "rows": len(chosen),
-            "seconds": time.perf_counter() - began,
-        }
-        self.log.write(record)
-        self.listener.metrics(record, None)
-        return result
-
-    def _evaluate_and_keep_best(self, stop: StopFlag) -> bool:
-        result = self.evaluate(stop)
-        if result is None:
-            return False
-        progress = self.progress
-        self.progress = progress = replace(
-            progress,
-            evaluated_step=progress.step,
-            last_validation=result,
-            first_validation=progress.first_validation or result,
+        self.tell_validation(
+            {
+                **result,
+                "supervised_tokens": int(sites),
+                "rows": len(chosen),
+                "seconds": time.perf_counter() - began,
+            }
         )
-        if progress.step and (
-            progress.best_validation_loss is None or result["loss"] < progress.best_validation_loss
-        ):
-            self.progress = replace(progress, best_step=progress.step, best_validation_loss=result["loss"])
-            self._save("best", self.engine.state())
-        return True
-
-    def checkpoint(self) -> None:
-        """Write `checkpoints/last`."""
-        self._save("last", self.engine.state())
-
-    def _save(self, name: str, state: EngineState) -> None:
-        save_checkpoint(self.run.checkpoint(name), state, self.progress, self._config)
-
-
-def check_every_adapter_moved(state: EngineState, kind: str) -> None:
-    """After two steps every adapter matrix has had a gradient (B from the first, A from the second).
-
-    Raises TrainingError that names the ones without: such a run would train nothing there, silently.
-    """
-    if kind != "lora":
-        return
-    still = [name for name, moment in state.exp_avg.items() if not moment.any()]
-    if still:
-        raise TrainingError(f"{len(still)} adapter matrices got no gradient in two steps, first {still[0]}")
+        return result

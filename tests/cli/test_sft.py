@@ -83,7 +83,7 @@ def test_the_adapter_loads_in_peft_and_gives_the_held_out_loss_it_was_reported_w
         picked = logprob.gather(1, tokens[0, 1:, None])[:, 0].numpy()
         loss -= float((picked * sample.weight[1:]).sum())
         weight += float(sample.weight.sum())
-    reported = summary["validation_best"]["loss"]
+    reported = summary["best_validation_loss"]
     assert loss / weight == pytest.approx(reported, rel=0.02)  # bfloat16 base
 
 

@@ -1,0 +1,146 @@
+"""What every run shares: the engine, the folder, going on with an earlier run, and what is left at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from instep import __version__, engines
+from instep.adapters import save_adapter
+from instep.config import GrpoSettings, SftSettings
+from instep.engines.base import Engine, LoadReport
+from instep.errors import InputError
+from instep.files import write_atomically
+from instep.loops.listener import Listener
+from instep.loops.loop import Loop
+from instep.runs.checkpoint import Progress, load_checkpoint
+from instep.runs.folder import CONFIG, RunFolder, default_folder
+from instep.runs.full_model import save_full_model
+from instep.settings_file import dump_settings, load_resolved, validate
+
+RunKind = TypeVar("RunKind", SftSettings, GrpoSettings)
+CHANGEABLE_ON_RESUME = ("epochs", "max_steps", "max_minutes", "model.device", "run")
+
+
+def run_path(settings: SftSettings | GrpoSettings) -> Path:
+    """The run's folder: the one asked for, or one named after the time and the model."""
+    return Path(settings.run.folder) if settings.run.folder else default_folder(settings.model.path)
+
+
+def load_engine(
+    name: str, settings: SftSettings | GrpoSettings, model_folder: Path, listener: Listener
+) -> tuple[Engine, LoadReport]:
+    """Create and load the engine, and tell every choice that was made."""
+    engine = engines.create(name)
+    model = settings.model.model_copy(update={"path": str(model_folder)})
+    report = engine.load(model, settings.adapter, settings.optimizer, settings.seed)
+    listener.note(
+        f"model: {settings.model.path}, {report.parameters / 1e6:.1f} M parameters on {report.device} in "
+        f"{report.precision}, {report.trainable_parameters / 1e6:.2f} M trained"
+    )
+    for choice, value in report.choices.items():
+        listener.note(f"{choice}: {value}")
+    return engine, report
+
+
+def resumed_settings(kind: type[RunKind], path: Path, asked: Mapping[str, Any]) -> RunKind:
+    """The settings of an existing run, with those of `asked` (dotted names) that may change when going on.
+
+    Raises InputError for one that would make it another run.
+    """
+    if not (path / CONFIG).is_file():
+        raise InputError(f"{path} is not a run folder: it holds no {CONFIG}; start a run without --resume")
+    tree = load_resolved(kind, path / CONFIG).model_dump(mode="json", exclude_none=True)
+    for name, value in asked.items():
+        *parents, last = name.split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        same = place.get(last) == value
+        if not same and name not in CHANGEABLE_ON_RESUME and parents[:1] != ["run"]:
+            raise InputError(
+                f"{name} cannot change when a run goes on (it is {place.get(last)!r} in {path / CONFIG}): "
+                f"start a new run, or change only {', '.join(CHANGEABLE_ON_RESUME)}"
+            )
+        place[last] = value
+    tree.setdefault("run", {})["folder"] = str(path)
+    return validate(kind, tree, str(path / CONFIG))
+
+
+def open_run(
+    path: Path, settings: SftSettings | GrpoSettings, data_fingerprint: str, engine: Engine, resume: bool
+) -> tuple[RunFolder, Progress]:
+    """A new folder, or an existing one with its last checkpoint loaded into the engine."""
+    fresh = Progress(seed=settings.seed, data_fingerprint=data_fingerprint)
+    if not resume:
+        return RunFolder.create(path, _stored(settings)), fresh
+    run = RunFolder.reopen(path)
+    try:
+        if not run.checkpoint("last").is_dir():
+            return run, fresh
+        state, progress = load_checkpoint(run.checkpoint("last"))
+        if progress.data_fingerprint != data_fingerprint:
+            raise InputError(
+                f"the data of {path} have changed since its checkpoint was written, so going on would not be the "
+                "same run: restore the data, or start a new run"
+            )
+        engine.load_state(state)
+        write_atomically(path / CONFIG, _stored(settings))
+    except BaseException:
+        run.close()
+        raise
+    return run, progress
+
+
+def _stored(settings: SftSettings | GrpoSettings) -> str:
+    """The resolved tree without the folder's own name, so that a folder may move and its config be reused."""
+    run = settings.run.model_copy(update={"folder": None})
+    return dump_settings(settings.model_copy(update={"run": run}))
+
+
+def write_result(loop: Loop, settings: SftSettings | GrpoSettings, model_folder: Path) -> str:
+    """Write what was trained where a user looks for it; returns which checkpoint it is."""
+    run, progress = loop.run, loop.progress
+    best = run.checkpoint("best")
+    if best.is_dir() and progress.best_step != progress.step:
+        state, which = load_checkpoint(best)[0], f"best (step {progress.best_step})"
+    else:
+        state, which = loop.engine.state(), f"last (step {progress.step})"
+    if settings.adapter.kind == "full":
+        save_full_model(run.path / "model", state, model_folder)
+    else:
+        save_adapter(run.adapter, state, settings.adapter, settings.model.path)
+    return which
+
+
+def summarise(
+    loop: Loop,
+    settings: SftSettings | GrpoSettings,
+    report: LoadReport,
+    finished: bool,
+    result_from: str | None,
+) -> dict[str, Any]:
+    """What every kind of run says at its end."""
+    progress = loop.progress
+    return {
+        "instep": __version__,
+        "folder": str(loop.run.path),
+        "finished": finished,
+        "engine": report.engine,
+        "device": report.device,
+        "precision": report.precision,
+        "model": settings.model.path,
+        "steps": progress.step,
+        "total_steps": loop.schedule.total_steps,
+        "skipped_steps": progress.skipped_steps,
+        "training_seconds": progress.training_seconds,
+        "supervised_tokens": progress.supervised_tokens,
+        "supervised_tokens_per_second": (
+            progress.supervised_tokens / progress.training_seconds if progress.training_seconds else None
+        ),
+        "validation_before": progress.first_validation,
+        "validation_after": progress.last_validation,
+        "best_step": progress.best_step,
+        "adapter_from": result_from,
+    }
