@@ -46,15 +46,19 @@ def kept_head(rendered: Rendered, max_length: int) -> np.ndarray:
     return np.concatenate([np.arange(first), np.arange(rendered.head - (kept - first), rendered.head)])
 
 
-def windows(rendered: Rendered, max_length: int, min_context: int) -> list[Sample]:
-    """Cut a rendered conversation into samples of at most `max_length` tokens.
+@dataclass(frozen=True)
+class Window:
+    """Places in the rendered conversation int64 [T], the first `head` of them the repeated head, and the loss
+    weight of each float32 [T]."""
 
-    Every supervised token is supervised in exactly one sample, in order, after the head and at least
-    `min_context` tokens (or all there are). A turn longer than fits is split. A sample ends with its last
-    supervised token; none is without one. Raises InputError where head and context leave no room.
-    """
-    weight = rendered.weight.copy()
-    supervised = np.flatnonzero(weight > 0)
+    places: np.ndarray
+    weight: np.ndarray
+    head: int
+
+
+def plan_windows(rendered: Rendered, max_length: int, min_context: int) -> list[Window]:
+    """Which places of a rendered conversation each window holds; see `windows`."""
+    supervised = np.flatnonzero(rendered.weight > 0)
     if len(supervised) == 0:
         return []
     head = kept_head(rendered, max_length)
@@ -66,16 +70,27 @@ def windows(rendered: Rendered, max_length: int, min_context: int) -> list[Sampl
             f" use a min_context below {max_length - len(head)} or a larger max_length"
         )
     pieces = _pieces(rendered, supervised, floor, room, max_length - len(head))
-    samples = []
+    planned = []
     for first, last in _grouped(pieces, len(head), max_length):
         start, end, context = pieces[first].start, pieces[last].end, pieces[first].context
-        at = np.concatenate([head, np.arange(context, end)])
-        own = np.where(at >= start, rendered.weight[at], 0).astype(np.float32)
-        own[: len(head)] = 0
-        turns = np.unique(rendered.message[at[own > 0]])
-        samples.append(
-            Sample(rendered.tokens[at], own, rendered.conversation, tuple(int(turn) for turn in turns))
-        )
+        places = np.concatenate([head, np.arange(context, end)])
+        weight = np.where(places >= start, rendered.weight[places], 0).astype(np.float32)
+        planned.append(Window(places, weight, len(head)))
+    return planned
+
+
+def windows(rendered: Rendered, max_length: int, min_context: int) -> list[Sample]:
+    """Cut a rendered conversation into samples of at most `max_length` tokens.
+
+    Every supervised token is supervised in exactly one sample, in order, after the head and at least
+    `min_context` tokens (or all there are). A turn longer than fits is split. A sample ends with its last
+    supervised token; none is without one. Raises InputError where head and context leave no room.
+    """
+    samples = []
+    for window in plan_windows(rendered, max_length, min_context):
+        turns = np.unique(rendered.message[window.places[window.weight > 0]])
+        tokens = rendered.tokens[window.places]
+        samples.append(Sample(tokens, window.weight, rendered.conversation, tuple(turns.tolist())))
     return samples
 
 
