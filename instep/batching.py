@@ -75,12 +75,19 @@ def _round_up(value: int, multiple: int) -> int:
     return max(multiple, -(-value // multiple) * multiple)
 
 
-def collate(rows: Sequence[Sequence[Sample]], rules: ShapeRules, row_count: int | None = None) -> Batch:
+def collate(
+    rows: Sequence[Sequence[Sample]],
+    rules: ShapeRules,
+    row_count: int | None = None,
+    prefix: np.ndarray | None = None,
+) -> Batch:
     """Lay rows of samples out as one Batch, L and K rounded up to the engine's multiples.
 
     `row_count` adds empty rows up to that number, for engines that compile by shape. Padding has token 0,
-    segment 0 and weight 0.
+    segment 0 and weight 0. `prefix` int32 [P] stands before every row (of one sample each), whose positions
+    go on from it.
     """
+    first = 0 if prefix is None else len(prefix)
     row_count = max(len(rows), row_count or 0)
     length = _round_up(max(sum(map(len, row)) for row in rows), rules.length_multiple)
     shape = (row_count, length)
@@ -93,7 +100,7 @@ def collate(rows: Sequence[Sequence[Sample]], rules: ShapeRules, row_count: int 
             stop = start + len(sample)
             tokens[r, start:stop] = sample.tokens
             segment[r, start:stop] = number
-            position[r, start:stop] = np.arange(len(sample))
+            position[r, start:stop] = first + np.arange(len(sample))
             targets = np.flatnonzero(sample.weight[1:] > 0) + 1
             sites.append(r * length + start + targets - 1)
             chosen.append((sample, targets))
@@ -124,6 +131,7 @@ def collate(rows: Sequence[Sequence[Sample]], rules: ShapeRules, row_count: int 
         advantage=optional("advantage"),
         sequence=field([np.full(len(t), i) for i, (_, t) in enumerate(chosen)], np.int32),
         sequences=len(chosen),
+        prefix=None if prefix is None or not len(prefix) else prefix.astype(np.int32),
     )
 
 

@@ -113,8 +113,6 @@ class RunSettings(Settings):
     checkpoint_every_steps: PositiveInt = 10
     evaluate_every_steps: PositiveInt = 20
     """Held-out evaluation, besides the ones before the first and after the last step."""
-    evaluation_rows: PositiveInt = 64
-    """At most so many held-out rows are evaluated, taken evenly over the whole."""
 
 
 class SftSettings(Settings):
@@ -133,6 +131,8 @@ class SftSettings(Settings):
     """Stop after so many optimizer steps, whatever `epochs` says."""
     max_minutes: PositiveFloat | None = None
     """Stop training after so many minutes of steps; the schedule follows the clock then."""
+    evaluation_rows: PositiveInt = 64
+    """At most so many held-out rows are evaluated, taken evenly over the whole."""
     rows_per_step: PositiveInt = 4
     """Rows of one optimizer step."""
     rows_per_batch: PositiveInt = 1
@@ -321,12 +321,14 @@ class GrpoSettings(Settings):
     rollouts: RolloutSettings = RolloutSettings()
     objective: GrpoObjectiveSettings = GrpoObjectiveSettings()
     run: RunSettings = RunSettings()
+    evaluation_tasks: Annotated[int, Field(ge=0)] = 64
+    """Held-out tasks that are answered greedily at each evaluation; 0 evaluates nothing."""
     tasks_per_step: PositiveInt = 2
     """Groups of one set of rollouts."""
     tokens_per_batch: PositiveInt = 4096
     """Completion tokens of one micro-batch, padding included; changes memory and speed, not the step."""
     max_steps: PositiveInt | None = 100
-    """Stop after so many optimizer steps."""
+    """Stop after so many steps: sets of rollouts, each with `objective.iterations` updates."""
     max_minutes: PositiveFloat | None = None
     """Stop training after so many minutes of steps; the schedule follows the clock then."""
     no_spread: Literal["drop", "resample"] = "drop"

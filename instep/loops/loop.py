@@ -113,6 +113,9 @@ class Loop(ABC):
     def _save(self, name: str, state: EngineState) -> None:
         save_checkpoint(self.run.checkpoint(name), state, self.progress, self._config)
 
+    def close(self) -> None:
+        self.log.close()
+
     def update(self, sums: dict[str, float], rate: float, denominator: float) -> StepReport:
         """The optimizer step, unless the loss is not finite: then the gradient is forgotten."""
         if math.isfinite(sums["loss"]):

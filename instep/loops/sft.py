@@ -115,7 +115,7 @@ class SftLoop(Loop):
         None where `stop` was asked for before the end.
         """
         order, samples = self.data.validation_order, self.data.validation.samples
-        count = min(len(order.rows), self.settings.run.evaluation_rows)
+        count = min(len(order.rows), self.settings.evaluation_rows)
         chosen = np.unique(np.linspace(0, len(order.rows) - 1, count).round().astype(int))
         loss = weight = correct = sites = 0.0
         began = time.perf_counter()

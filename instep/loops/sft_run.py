@@ -35,7 +35,7 @@ def run_sft(settings: SftSettings, listener: Listener, resume: bool = False) -> 
         loop = SftLoop(engine, data, settings, run, listener, progress)
         with StopFlag() as stop:
             finished = loop.train(stop)
-        loop.log.close()
+        loop.close()
         result_from = write_result(loop, settings, data.model_folder) if finished else None
         summary = summarise(loop, settings, report, finished, result_from)
         summary |= {"best_validation_loss": loop.progress.best_validation_loss, "data": data.report()}

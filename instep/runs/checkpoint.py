@@ -37,6 +37,12 @@ class Progress:
     skipped_steps: int = 0
     best_step: int | None = None
     best_validation_loss: float | None = None
+    best_reward: float | None = None
+    """RL: mean held-out reward of `checkpoints/best`."""
+    task_cursor: int = 0
+    """RL: where the stream of tasks stands."""
+    rollouts: int = 0
+    """RL: completions sampled so far."""
     evaluated_step: int = -1
     """The step after which the held-out split was last evaluated."""
     first_validation: dict[str, float] | None = None
