@@ -72,8 +72,8 @@ def test_the_gradient_in_torch_is_the_slope_of_the_loss(variant):
     loss, metrics = objective(torch, at, tensors)
     loss.backward()
     expected_loss, expected_metrics = objective(np, logprob, fields)
-    assert float(loss) == pytest.approx(expected_loss, rel=1e-12)
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+    assert float(loss.detach()) == pytest.approx(expected_loss, rel=1e-12)
+    assert {name: float(value.detach()) for name, value in metrics.items()} == pytest.approx(
         expected_metrics, rel=1e-12
     )
     width = 1e-6
@@ -111,8 +111,8 @@ def test_padding_has_no_influence_even_where_it_would_overflow(variant):
     at = torch.tensor(logprob, requires_grad=True)
     again, others = objective(torch, at, {name: torch.from_numpy(value) for name, value in fields.items()})
     again.backward()
-    assert float(again) == pytest.approx(float(loss), rel=1e-6)
-    assert {k: float(v) for k, v in others.items()} == pytest.approx(
+    assert float(again.detach()) == pytest.approx(float(loss), rel=1e-6)
+    assert {k: float(v.detach()) for k, v in others.items()} == pytest.approx(
         {k: float(v) for k, v in metrics.items()}, rel=1e-5
     )
     assert torch.isfinite(at.grad).all() and (at.grad[torch.from_numpy(padded)] == 0).all()
@@ -135,14 +135,14 @@ def test_before_the_first_update_the_ratio_is_one_and_the_gradient_is_minus_weig
 
 def test_clipping_is_counted_where_it_takes_the_gradient_away():
     fields = {
-        "weight": np.ones(6),
-        "behaviour_logprob": np.zeros(6),
-        "advantage": np.array([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]),
+        "weight": np.ones(7),
+        "behaviour_logprob": np.zeros(7),
+        "advantage": np.array([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0]),
     }
-    logprob = np.log([1.5, 1.5, 0.5, 0.5, 1.25, 0.85])
+    logprob = np.log([1.5, 1.5, 0.5, 0.5, 1.25, 0.85, 0.6])
     loss, metrics = Grpo("dapo", 0.2, 0.28)(np, logprob, fields)
-    assert (metrics["clip_high"], metrics["clip_low"]) == (1, 1)
-    assert loss == pytest.approx(-1.28 + 1.5 - 0.5 + 0.8 - 1.25 + 0.85)
+    assert (metrics["clip_high"], metrics["clip_low"]) == (1, 2)
+    assert loss == pytest.approx(-1.28 + 1.5 - 0.5 + 0.8 - 1.25 + 0.85 + 0.8)
     assert metrics["max_log_ratio"] == pytest.approx(math.log(2))
 
 

@@ -181,7 +181,7 @@ def compare(given: str, gold: str) -> bool | None:
     wanted, number = parse_number(gold), parse_number(given)
     if wanted is not None and number is not None:
         return equal_numbers(number, wanted)
-    if wanted is None and (canonical(given) == canonical(gold) or _squeeze(given) == _squeeze(gold)):
+    if canonical(given) == canonical(gold) or _squeeze(given) == _squeeze(gold):
         return True
     structures = _structure(given), _structure(gold)
     if structures[1] is not None:

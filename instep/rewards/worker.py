@@ -27,9 +27,18 @@ from instep.errors import TrainingError
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0
-# The other process' search path is appended to, and -P keeps the current folder out: a file of the user's
-# called inspect.py must not stand before Python's own.
-SERVE = "import sys; sys.path.extend(sys.argv[1:]); from instep.rewards.worker import serve; serve()"
+PACKAGE = Path(__file__).resolve().parents[1]
+# The search path is appended to, and -P keeps the current folder out: a file of the user's called inspect.py
+# must not stand before Python's own. This package is loaded by its place, so that both processes run the same.
+SERVE = """
+import importlib.util, sys
+sys.path.extend(sys.argv[2:])
+spec = importlib.util.spec_from_file_location("instep", sys.argv[1])
+package = sys.modules["instep"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from instep.rewards.worker import serve
+serve()
+"""
 
 
 class WorkerTimeout(Exception):
@@ -106,7 +115,7 @@ class Worker:
         self.close()
         paths = [path or str(Path.cwd()) for path in sys.path]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVE, *paths],
+            [sys.executable, "-P", "-c", SERVE, str(PACKAGE / "__init__.py"), *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=os.name == "posix",
@@ -186,7 +195,7 @@ def _place(error: BaseException) -> str:
     """File and line where the user's code raised: the innermost frame outside this package."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}, line {error.lineno}"
-    others = (str(Path(__file__).resolve().parents[1]), "<frozen", sys.prefix, sys.base_prefix)
+    others = (str(PACKAGE), "<frozen", sys.prefix, sys.base_prefix)
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)
     ]

@@ -172,7 +172,6 @@ def test_the_judge_works_off_the_main_thread():
 
 
 def test_a_comparison_that_does_not_end_is_wrong_counted_and_survived(monkeypatch):
-    monkeypatch.setattr("instep.rewards.judge.SYMBOLIC", "time:sleep")
     judge = Judge(TAGS, timeout_seconds=0.5)
     monkeypatch.setattr(judge, "_ask", lambda function, *_: Judge._ask(judge, "time:sleep", 60))
     assert judge.verdict("<answer>x+1</answer>", "x+2") is Verdict.WRONG
@@ -183,7 +182,7 @@ def test_a_comparison_that_does_not_end_is_wrong_counted_and_survived(monkeypatc
 def test_powers_are_bounded_but_ordinary_ones_pass():
     assert to_latex("x^10") == "x^{10}" and to_latex("x**2 + 1") is not None
     assert to_latex("x^{1/2}") is not None
-    assert to_latex("2^{1001}") is None and to_latex("(2^{40})^{40}") is None
+    assert to_latex("5!") is None and to_latex("2^{1001}") is None and to_latex("(2^{40})^{40}") is None
 
 
 def test_arithmetic_is_read_and_not_run():

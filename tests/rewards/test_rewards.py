@@ -153,7 +153,7 @@ def test_a_function_of_ones_own_gets_the_documented_arguments(tmp_path):
         "from beside import FACTOR\n"
         "import numpy as np\n"
         "def f(prompts, completions, messages, columns):\n"
-        "    print('a print does no harm')\n"
+        "    print('a print does no harm', flush=True)\n"
         "    assert prompts == ['2+2?'] * 3 and messages[0] == [{'role': 'user', 'content': '2+2?'}]\n"
         "    assert columns['answer'] == ['4'] * 3 and columns['completion_tokens'] == [10] * 3\n"
         "    assert columns['truncated'] == [False] * 3 and columns['level'] == [7, 7, None]\n"
