@@ -23,6 +23,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def say_stopped(console: Console, command: str, summary: dict[str, Any]) -> None:
+    """How to go on with a run that was interrupted."""
+    steps, total = summary["steps"], summary["total_steps"]
+    console.print(
+        f"Stopped after step {steps} of {total}; everything so far is kept. Go on with:", markup=False
+    )
+    console.print(f"  instep {command} --resume --run {summary['folder']}", markup=False)
+
+
 class ConsoleListener:
     """Shows a run on stderr, so that stdout stays free for `--json`."""
 
@@ -62,16 +71,13 @@ class ConsoleListener:
     def metrics(self, record: dict[str, Any], remaining_seconds: float | None) -> None:
         if record["kind"] == "validation":
             self.console.print(
-                f"  step {record['step']:>5}  held-out loss {record['loss']:.4f}  "
-                f"accuracy {record['token_accuracy']:.1%}  ({record['rows']} rows, {duration(record['seconds'])})",
+                f"  step {record['step']:>5}  held out: {_figures(record)}  ({duration(record['seconds'])})",
                 markup=False,
+                soft_wrap=True,
             )
             return
         left = "" if remaining_seconds is None else f"  {duration(remaining_seconds)} left"
-        text = (
-            f"loss {record['loss']:.4f}  {record['supervised_tokens']} supervised tokens, "
-            f"{record['supervised_tokens_per_second']:.0f}/s{left}"
-        )
+        text = _figures(record) + left
         if self._bar:
             seconds = record["seconds"]
             total = record["step"] + (
@@ -87,3 +93,18 @@ class ConsoleListener:
         if not self._bar and time.monotonic() - self._last_line >= QUIET_SECONDS:
             self._last_line = time.monotonic()
             self.console.print(f"  step {record['step']:>5}  {text}", markup=False, soft_wrap=True)
+
+
+def _figures(record: dict[str, Any]) -> str:
+    """The figures of a record that a person follows a run by."""
+    if "reward" in record:
+        parts = [f"reward {record['reward']:.3f}"]
+        parts += [f"{n[7:]} {v:.2f}" for n, v in record.items() if n.startswith("reward/") and v is not None]
+        parts.append(f"{record['completion_tokens_mean']:.0f} tokens, {record['truncated_share']:.0%} cut")
+        if record.get("kl") is not None:
+            parts.append(f"KL {record['kl']:.4f}")
+        return "  ".join(parts)
+    if record["kind"] == "validation":
+        return f"loss {record['loss']:.4f}  accuracy {record['token_accuracy']:.1%}  ({record['rows']} rows)"
+    supervised, speed = record["supervised_tokens"], record["supervised_tokens_per_second"]
+    return f"loss {record['loss']:.4f}  {supervised} supervised tokens, {speed:.0f}/s"

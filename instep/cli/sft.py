@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from instep.cli.output import emit_json
-from instep.errors import InputError
 
 
 def sft(
@@ -24,24 +22,12 @@ def sft(
 ) -> None:
     """Train an adapter on what the assistant said in your conversations."""
     from instep.cli.progress import ConsoleListener
+    from instep.cli.resume import settings_for
     from instep.config import SftSettings
-    from instep.loops.run import resumed_settings
     from instep.loops.sft_run import run_sft
-    from instep.settings_file import load_settings, parse_overrides
 
     flags = {"model.path": model, "data.path": data, "run.folder": run, "engine": engine}
-    if resume:
-        if config:
-            raise InputError(
-                "--config and --resume exclude each other: a run goes on with its own config.toml"
-            )
-        path = Path(run) if run else newest_unfinished(Path("runs"))
-        asked: dict[str, Any] = {
-            name: value for name, value in flags.items() if value is not None and name != "run.folder"
-        }
-        resolved = resumed_settings(SftSettings, path, {**parse_overrides(settings), **asked})
-    else:
-        resolved = load_settings(SftSettings, config, settings, flags)
+    resolved = settings_for(SftSettings, config, settings, flags, resume)
     if dry_run:
         _dry_run(resolved, as_json)
         return
@@ -50,22 +36,9 @@ def sft(
     if as_json:
         emit_json(summary)
     else:
-        _tell(summary)
+        tell_summary(summary)
     if not summary["finished"]:
         raise typer.Exit(130)
-
-
-def newest_unfinished(folder: Path) -> Path:
-    """The most recently used run under `folder` that has not finished. Raises InputError where there is none."""
-    from instep.runs.folder import CONFIG, RunFolder
-
-    if folder.is_dir():
-        runs = [path for path in folder.iterdir() if (path / CONFIG).is_file()]
-        for path in sorted(runs, key=lambda p: p.stat().st_mtime, reverse=True):
-            summary = RunFolder(path).read_summary()
-            if not (summary and summary.get("finished")):
-                return path
-    raise InputError(f"--resume: no unfinished run in {folder}/; name one with --run FOLDER")
 
 
 def _dry_run(resolved: Any, as_json: bool) -> None:
@@ -103,10 +76,11 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}"
 
 
-def _tell(summary: dict[str, Any]) -> None:
+def tell_summary(summary: dict[str, Any]) -> None:
+    """The end of a run, for a person."""
     from rich.console import Console
 
-    from instep.cli.progress import duration
+    from instep.cli.progress import duration, say_stopped
 
     console = Console(highlight=False, soft_wrap=True)
 
@@ -114,10 +88,7 @@ def _tell(summary: dict[str, Any]) -> None:
         console.print(text, markup=False)
 
     if not summary["finished"]:
-        say(
-            f"Stopped after step {summary['steps']} of {summary['total_steps']}; everything so far is kept. Go on with:"
-        )
-        say(f"  instep sft --resume --run {summary['folder']}")
+        say_stopped(console, "sft", summary)
         return
     before, after = summary["validation_before"], summary["validation_after"]
     if before and after:
