@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from instep.cli.output import emit_json
+from instep.cli.show import show
 from instep.config import BuildSettings
 from instep.errors import InputError
 
@@ -26,6 +27,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+app.command("show")(show)
 
 
 @app.command("build")

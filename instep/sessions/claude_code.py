@@ -234,7 +234,22 @@ def _messages(path: Sequence[dict[str, Any]], chain: _Chain, report: ReadReport)
                     _interrupt(messages)
                 messages.append(said)
     messages.extend(_missing(waiting, placed, results))
-    return messages
+    return _in_call_order(messages)
+
+
+def _in_call_order(messages: Sequence[Message]) -> list[Message]:
+    """Results of parallel calls in the order of the calls, whatever order they came in."""
+    rank: dict[str | None, int] = {}
+    turn = 0
+    keyed: list[tuple[tuple[int, int], Message]] = []
+    for position, message in enumerate(messages):
+        if message.role != "tool":
+            turn = position
+            rank = {call.id: index for index, call in enumerate(message.tool_calls)}
+            keyed.append(((turn, -1), message))
+        else:
+            keyed.append(((turn, rank.get(message.tool_call_id, len(rank))), message))
+    return [message for _, message in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _missing(waiting: Sequence[str], placed: set[str], results: dict[str, Message]) -> list[Message]:
@@ -287,7 +302,8 @@ def _assistant(records: Sequence[dict[str, Any]], report: ReadReport) -> Message
         message: dict[str, Any] = found if isinstance(found, dict) else {}
         stop = _STOP.get(string(message, "stop_reason") or "", stop)
         if record.get("isApiErrorMessage") is True or message.get("model") == "<synthetic>":
-            stop = StopReason.ERROR
+            # Written by the program, in the model's place; the model is not told of it.
+            return Message("assistant", stop=StopReason.ERROR, supervised=True)
         content = message.get("content")
         for part in content if isinstance(content, list) else [content]:
             if part is None:

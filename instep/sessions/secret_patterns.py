@@ -88,7 +88,7 @@ def _plugin_patterns() -> list[Pattern]:
     # kind, plugin, hints, whether a token must not begin inside a word (for forms that text can hold by chance)
     table: list[tuple[str, Any, tuple[str, ...], bool]] = [
         ("github-token", GitHubTokenDetector, ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), False),
-        ("gitlab-token", GitLabTokenDetector, gitlab, True),
+        ("gitlab-token", GitLabTokenDetector, gitlab, False),
         ("openai-api-key", OpenAIDetector, ("T3BlbkFJ",), False),
         ("pypi-token", PypiTokenDetector, ("pypi-",), False),
         ("sendgrid-api-key", SendGridDetector, ("SG.",), True),
@@ -132,7 +132,7 @@ def _blocks() -> list[Pattern]:
         Pattern("private-key", re.compile(putty), ("PuTTY-User-Key-File",)),
         Pattern(
             "json-web-token",
-            re.compile(r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?"),
+            re.compile(r"eyJ[A-Za-z0-9_-]{8,1000}\.eyJ[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*)?"),
             ("eyJ",),
         ),
     ]
@@ -146,8 +146,9 @@ def _own_tokens() -> list[Pattern]:
 
     inside = _NOT_INSIDE_A_WORD
     return [
-        own("huggingface-token", inside + r"(?:hf|api_org)_[A-Za-z0-9]{30,}", "hf_", "api_org_"),
+        own("huggingface-token", r"(?:hf|api_org)_[A-Za-z0-9]{30,}", "hf_", "api_org_"),
         own("anthropic-api-key", r"sk-ant-[A-Za-z0-9_-]{16,}", "sk-ant-"),
+        own("api-key", r"sk-(?:proj|svcacct|admin|or)-[A-Za-z0-9_-]{20,}", "sk-", accept=_random_looking),
         own("api-key", inside + r"sk-[A-Za-z0-9_-]{20,}", "sk-", accept=_random_looking),
         own("github-token", r"github_pat_[A-Za-z0-9_]{22,}", "github_pat_"),
         own(
@@ -157,10 +158,10 @@ def _own_tokens() -> list[Pattern]:
             "xapp-",
             accept=_digit_and_letter,
         ),
-        own("google-api-key", inside + r"AIza[0-9A-Za-z_-]{35}", "AIza"),
+        own("google-api-key", r"AIza[0-9A-Za-z_-]{35}", "AIza"),
         own("google-oauth-token", inside + r"(?:ya29\.|GOCSPX-)[0-9A-Za-z_-]{20,}", "ya29.", "GOCSPX-"),
-        own("npm-token", inside + r"npm_[A-Za-z0-9]{36,}", "npm_"),
-        own("stripe-key", inside + r"(?:sk|rk)_(?:live|test)_[0-9A-Za-z]{16,}", "k_live_", "k_test_"),
+        own("npm-token", r"npm_[A-Za-z0-9]{36,}", "npm_"),
+        own("stripe-key", r"(?:sk|rk)_(?:live|test)_[0-9A-Za-z]{16,}", "k_live_", "k_test_"),
         own("stripe-key", inside + r"whsec_[0-9A-Za-z+/=]{24,}", "whsec_"),
         own("api-key", inside + r"(?:gsk|xai|pplx|r8|nvapi|tvly|fw|dop_v1|lin_api|figd)[_-][A-Za-z0-9_-]{32,}",
             "gsk_", "xai-", "pplx-", "r8_", "nvapi-", "tvly-", "fw_", "dop_v1_", "lin_api_", "figd_",

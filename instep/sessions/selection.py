@@ -36,12 +36,13 @@ def _started(conversation: Conversation) -> datetime | None:
 def select(
     conversations: Sequence[Conversation], since: str | None, project: str | None, report: ReadReport
 ) -> list[Conversation]:
-    """Keep sessions that started at `since` or later and whose project (or file) path contains `project`."""
+    """Keep sessions that started at `since` or later and whose project path holds `project` (their file's path where
+    they name none)."""
     earliest = parse_date(since) if since else None
     kept = []
     for conversation in conversations:
         started = _started(conversation) if earliest else None
-        place = f"{conversation.source.get('project', '')}\n{conversation.source.get('file', '')}"
+        place = str(conversation.source.get("project") or conversation.source.get("file", ""))
         if earliest and (started is None or started < earliest):
             drop(conversation, "started before --since", report)
         elif project and project.casefold() not in place.casefold():
