@@ -9,10 +9,11 @@ from typing import Any
 from instep.errors import InputError
 from instep.rewards.answers import Verdict, compare, extract_answer
 from instep.rewards.arithmetic import reaches
-from instep.rewards.worker import Worker, WorkerDied, WorkerTimeout
+from instep.rewards.worker import START_SECONDS, Worker, WorkerDied, WorkerTimeout
 from instep.tasks.prompts import Tags
 
 SYMBOLIC = "instep.rewards.symbolic:symbolic_equal"
+PREPARE = "instep.rewards.symbolic:prepare"
 GYM = "instep.rewards.symbolic:gym_correct"
 MAX_REMEMBERED = 10_000
 
@@ -70,6 +71,9 @@ class Judge:
 
     def _ask(self, function: str, *arguments: Any) -> bool:
         try:
+            if not self._worker.running:
+                # Importing sympy takes seconds on a busy machine: that is no fault of the answer.
+                self._worker.call(PREPARE, timeout_seconds=START_SECONDS)
             return bool(self._worker.call(function, *arguments, timeout_seconds=self._timeout_seconds))
         except (WorkerTimeout, WorkerDied):
             self.timeouts += 1

@@ -8,6 +8,7 @@ that could grow without bound are refused unread, and the worker is killed when 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import logging
 import re
@@ -24,6 +25,14 @@ MAX_FORMULA = 200
 MAX_DIGIT_RUN = 30
 MAX_POWER = 1000
 """Product of all exponents of one formula."""
+
+
+def prepare() -> None:
+    """Import what the comparisons need, before their time is measured."""
+    import math_verify  # noqa: F401
+
+    if importlib.util.find_spec("reasoning_gym") is not None:
+        import reasoning_gym  # noqa: F401
 
 
 def to_latex(text: str) -> str | None:

@@ -73,7 +73,7 @@ class Worker:
 
         Raises TrainingError where the process cannot be started.
         """
-        if self._process is None or self._process.poll() is not None:
+        if not self.running:
             self._start()
         self._since = time.monotonic()
         assert self._process is not None and self._process.stdin is not None
@@ -104,6 +104,10 @@ class Worker:
     def call(self, function: str, *arguments: Any, timeout_seconds: float) -> Any:
         self.submit(function, *arguments)
         return self.result(timeout_seconds)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def close(self) -> None:
         """Kill the process, with whatever it started."""
