@@ -61,10 +61,15 @@ class FakeEngine:
     def zero_gradient(self) -> None:
         self.gradient = {name: np.zeros_like(value) for name, value in self.parameters.items()}
 
-    def _hidden(self, tokens: np.ndarray, segment: np.ndarray) -> np.ndarray:
+    def _hidden(
+        self, tokens: np.ndarray, segment: np.ndarray, prefix: np.ndarray | None = None
+    ) -> np.ndarray:
         embedded = self.embedding[tokens]
         before = np.roll(embedded, 1, axis=1)
-        same = (segment == np.roll(segment, 1, axis=1)) & (np.arange(tokens.shape[1]) > 0)
+        same = segment == np.roll(segment, 1, axis=1)
+        same[:, 0] = prefix is not None
+        if prefix is not None:
+            before[:, 0] = self.embedding[prefix[-1]]
         return embedded + 0.5 * before * same[..., None]
 
     def _logprobs(self, hidden: np.ndarray, temperature: float, adapter: bool = True) -> np.ndarray:
@@ -76,7 +81,7 @@ class FakeEngine:
         return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
     def forward_backward(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        hidden = self._hidden(batch.tokens, batch.segment).reshape(-1, HIDDEN)[batch.site]
+        hidden = self._hidden(batch.tokens, batch.segment, batch.prefix).reshape(-1, HIDDEN)[batch.site]
         table = self._logprobs(hidden, objective.temperature)
         picked = table[np.arange(len(batch.label)), batch.label]
         fields = {
@@ -125,7 +130,7 @@ class FakeEngine:
         return StepReport(norm, True)
 
     def score(self, batch: Batch, temperature: float = 1.0, adapter: bool = True) -> Scores:
-        hidden = self._hidden(batch.tokens, batch.segment).reshape(-1, HIDDEN)[batch.site]
+        hidden = self._hidden(batch.tokens, batch.segment, batch.prefix).reshape(-1, HIDDEN)[batch.site]
         table = self._logprobs(hidden, temperature, adapter)
         picked = table[np.arange(len(batch.label)), batch.label]
         return Scores(picked.astype(np.float32), table.argmax(-1) == batch.label)

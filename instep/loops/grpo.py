@@ -104,6 +104,7 @@ class GrpoLoop(Loop):
         self.progress = replace(
             progress,
             step=progress.step + 1,
+            updates=progress.updates + (settings.objective.iterations if batches and applied else 0),
             training_seconds=progress.training_seconds + done - began,
             supervised_tokens=progress.supervised_tokens + int(sums.get("sites", 0)),
             skipped_steps=progress.skipped_steps + (not applied),

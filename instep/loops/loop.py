@@ -35,7 +35,8 @@ class Loop(ABC):
         total_steps: int,
     ) -> None:
         self.engine, self.run, self.listener, self.progress = engine, run, listener, progress
-        self._run_settings, self._adapter_kind = settings.run, settings.adapter.kind
+        self._run_settings = settings.run
+        self._moved = settings.adapter.kind != "lora"
         minutes = settings.max_minutes
         self.schedule = Schedule(settings.optimizer, total_steps, minutes * 60 if minutes else None)
         self.log = MetricsLog(run.metrics, through_step=progress.step)
@@ -149,8 +150,9 @@ class Loop(ABC):
         """Count bad steps, name what they were made from, and give up after three in a row."""
         if applied:
             self._bad = 0
-            if self.progress.step - self.progress.skipped_steps == 2 and self._adapter_kind == "lora":
+            if not self._moved and self.progress.updates >= 2:
                 check_every_adapter_moved(self.engine.state())
+                self._moved = True
             return
         self._bad += 1
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

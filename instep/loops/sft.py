@@ -79,6 +79,7 @@ class SftLoop(Loop):
         self.progress = replace(
             progress,
             step=progress.step + 1,
+            updates=progress.updates + report.applied,
             training_seconds=progress.training_seconds + taken,
             supervised_tokens=progress.supervised_tokens + int(sums["sites"]),
             skipped_steps=progress.skipped_steps + (not report.applied),

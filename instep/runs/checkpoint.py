@@ -30,6 +30,8 @@ class Progress:
 
     step: int = 0
     """Optimizer steps done, skipped ones included: the data cursor."""
+    updates: int = 0
+    """Optimizer updates that were applied."""
     seed: int = 0
     data_fingerprint: str = ""
     training_seconds: float = 0.0

@@ -23,24 +23,7 @@ from instep.runs.checkpoint import Progress, load_checkpoint
 from instep.runs.folder import RunFolder
 from instep.runs.metrics import read_metrics
 from instep.settings_file import dump_settings
-
-
-class Collector:
-    def __init__(self, stop: StopFlag | None = None, stop_after: int = 0) -> None:
-        self.records: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self._stop, self._after = stop, stop_after
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        pass
-
-    def metrics(self, record: dict[str, Any], remaining_seconds: float | None) -> None:
-        self.records.append(record)
-        if self._stop and record["kind"] == "train" and record["step"] == self._after:
-            self._stop.requested = True
+from tests.loops.collector import Collector
 
 
 def synthetic(count: int, seed: int) -> list[Sample]:
