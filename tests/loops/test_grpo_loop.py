@@ -117,7 +117,8 @@ def test_reward_rises_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["grpo", "bnpo", "dapo", "dr_grpo", "gspo"])
 def test_every_variant_learns(tmp_path: Path, variant: str) -> None:
-    changes = {"objective": {"variant": variant, "beta": 0.0, "iterations": 2}, "evaluation_tasks": 0, "watchdog_steps": 99}
+    objective = {"variant": variant, "beta": 0.0, "iterations": 2}
+    changes = {"objective": objective, "evaluation_tasks": 0, "watchdog_steps": 99}
     if variant == "dr_grpo":  # its constant denominator makes small steps
         changes["max_steps"] = 40
     loop = make_loop(tmp_path / "run", FakeEngine(), changes)
