@@ -191,7 +191,7 @@ def _first_line(error: Exception) -> str:
 
 
 def disk_error(what: str, error: Exception, variable: str) -> InputError | None:
-    """The InputError for a full disk or a missing permission, None for anything else.
+    """The InputError for a full disk or a folder that cannot be written, None for anything else.
 
     `variable` is the environment variable that moves the folder elsewhere.
     """
@@ -201,4 +201,6 @@ def disk_error(what: str, error: Exception, variable: str) -> InputError | None:
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         where = getattr(error, "filename", None) or "its folder"
         return InputError(f"{what}: no permission to write {where}; set {variable} to a folder of yours")
+    if code in (errno.ENOTDIR, errno.EEXIST):
+        return InputError(f"{what}: a file stands where a folder is needed; set {variable} to another folder")
     return None
