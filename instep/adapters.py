@@ -183,7 +183,7 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, np.ndarray], AdapterSett
             raise InputError(f"{source / WEIGHTS_FILE}: {name} has no {partner} beside it")
         if value.ndim != 2 or value.shape[0 if kind == "lora_A" else 1] != settings.rank:
             raise InputError(
-                f"{source / WEIGHTS_FILE}: {name} has shape {list(value.shape)}, which does not fit rank {settings.rank}"
+                f"{source / WEIGHTS_FILE}: {name} has shape {list(value.shape)}: not of rank {settings.rank}"
             )
         if not np.isfinite(value).all():
             raise InputError(f"{source / WEIGHTS_FILE}: {name} holds values that are not finite")

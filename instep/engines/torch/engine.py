@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from instep.adapters import initial_adapter, lora_a_name, lora_b_name
 from instep.config import AdapterSettings, ModelSettings, OptimizerSettings
-from instep.engines.base import (
+from instep.engines.base import EngineState, LoadReport, MemoryReport, Sampling, Scores, ShapeRules, StepReport
     EngineState,
     LoadReport,
     MemoryReport,
@@ -23,14 +24,26 @@ from instep.engines.base import (
 from instep.engines.torch import layout as layouts
 from instep.engines.torch import loading, lora
 from instep.engines.torch.attention import Plan
+from instep.engines.torch.generate import Generator
 from instep.engines.torch.head import site_logprob
 from instep.engines.torch.memory import Memory
 from instep.engines.torch.optimizer import Trainables
 from instep.errors import InputError
 from instep.objectives import Objective
-from instep.records import Batch
+from instep.records import Batch, Rollout
 
 FIELDS = ("weight", "behaviour_logprob", "reference_logprob", "advantage")
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward under non-reentrant checkpointing; plain where no gradient is wanted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
 
 
 class TorchEngine:
@@ -62,7 +75,9 @@ class TorchEngine:
         if adapter.kind == "lora":
             self._attach_lora(adapter, dtype, seed)
         else:
-            raise InputError("adapter.kind 'full' is not built yet")
+            self._train_all(dtype)
+        if model.gradient_checkpointing:
+            self._checkpoint_layers()
         self._memory = Memory(self._device)
         self._poisoned = False
         return LoadReport(
@@ -89,18 +104,58 @@ class TorchEngine:
         self._trainables.refresh()
         self._layers = lora.attach(self._model, names, self._trainables, adapter.alpha / adapter.rank)
 
+    def _train_all(self, dtype: torch.dtype) -> None:
+        """Every parameter is trained: float32 masters, gradients and two moments (16 bytes a parameter).
+
+        A float32 model's parameters are the masters themselves; a 16-bit one keeps its own 2 bytes beside them,
+        and each gradient is added to the float32 buffer and freed as soon as it is there.
+        """
+        named = dict(self._model.named_parameters())
+        self._trainables = Trainables(
+            {n: tuple(p.shape) for n, p in named.items()}, self._device, torch.float32
+        )
+        for name, parameter in named.items():
+            master = self._trainables.view(self._trainables.master, name)
+            master.copy_(parameter.data)
+            if dtype == torch.float32:
+                parameter.data = master
+            self._trainables.follow(name, parameter)
+            parameter.requires_grad_(True)
+        self.choices["full"] = (
+            f"16 bytes a parameter for float32 masters, gradient and moments, weights in {dtype}"
+        )
+
+    def _checkpoint_layers(self) -> None:
+        """Each decoder layer keeps its input only and is run again in the backward pass."""
+        for layer in self._decoder.layers:
+            layer.forward = _recomputed(layer.forward)
+        self.choices["gradient_checkpointing"] = "on: each layer is run again in the backward pass"
+
     def shape_rules(self) -> ShapeRules:
         """The CPU engine leaves padding out of the computation, so that small multiples cost nothing."""
         if self._device.type == "cpu":
             return ShapeRules(length_multiple=64, site_multiple=64)
         return ShapeRules(length_multiple=256, site_multiple=256)
 
+    def _states(self, tokens: np.ndarray, position: np.ndarray, plan: Any) -> torch.Tensor:
+        """Final hidden states of a flat row of N tokens [N, D]."""
+        ids = torch.from_numpy(tokens).to(self._device, torch.int64)[None]
+        place = torch.from_numpy(position).to(self._device, torch.int64)[None]
+        return self._decoder(input_ids=ids, position_ids=place, use_cache=False, plan=plan).last_hidden_state[
+            0
+        ]
+
     def _hidden(self, layout: layouts.Layout) -> torch.Tensor:
         """Final hidden states at the layout's sites [K, D]."""
-        tokens = torch.from_numpy(layout.tokens).to(self._device, torch.int64)[None]
-        position = torch.from_numpy(layout.position).to(self._device, torch.int64)[None]
-        output = self._decoder(input_ids=tokens, position_ids=position, use_cache=False, plan=Plan(layout))
-        return output.last_hidden_state[0][torch.from_numpy(layout.site).to(self._device)]
+        states = self._states(layout.tokens, layout.position, Plan(layout))
+        return states[torch.from_numpy(layout.site).to(self._device)]
+
+    def _logits(self, hidden: torch.Tensor) -> np.ndarray:
+        """hidden [K, D] → float32 [K, V]."""
+        logits = self._head(hidden).float()
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.cpu().numpy()
 
     def _layout(self, batch: Batch, site: np.ndarray) -> layouts.Layout:
         layouts.check(batch, self._vocabulary)
@@ -175,6 +230,33 @@ class TorchEngine:
         with torch.no_grad(), self._adapter(adapter):
             logprob, correct = self._logprob(batch, np.arange(len(batch.site)), temperature)
         return Scores(logprob.cpu().numpy(), correct.cpu().numpy())
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        keys: Sequence[int] | None = None,
+        stop_text: Callable[[np.ndarray], bool] | None = None,
+        on_token: Callable[[int, int, int], None] | None = None,
+        adapter: bool = True,
+    ) -> list[list[Rollout]]:
+        """n completions for each prompt (int32 [P]), the prompt prefilled once; see `instep.engines.base`.
+
+        `Rollout.text` is left empty: the engine has no tokenizer. Raises InputError for an empty prompt or one
+        with ids outside the vocabulary.
+        """
+        for i, prompt in enumerate(prompts):
+            if not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocabulary:
+                raise InputError(
+                    f"prompt {i} is empty or has ids outside the model's vocabulary of {self._vocabulary}"
+                )
+        if n < 1 or sampling.max_new_tokens < 1 or not prompts:
+            raise InputError("generate needs at least one prompt, one sample and one new token")
+        names = range(len(prompts)) if keys is None else keys
+        generator = Generator(self._states, self._logits)
+        with torch.no_grad(), self._adapter(adapter):
+            return generator(prompts, n, sampling, names, stop_text, on_token)
 
     def state(self) -> EngineState:
         return self._trainables.state()

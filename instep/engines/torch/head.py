@@ -92,7 +92,12 @@ class _SiteLogprob(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
         grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None if bias is None else grad_bias.to(bias.dtype), *[None] * 4
+        return (
+            grad_hidden,
+            grad_weight,
+            None if grad_bias is None else grad_bias.to(weight.dtype),
+            *[None] * 4,
+        )
 
 
 def site_logprob(

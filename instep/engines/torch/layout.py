@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def _segments(row: np.ndarray) -> list[tuple[int, int]]:
     """(start, stop) of each run of one segment number > 0 in a row int32 [L]."""
     edges = np.flatnonzero(np.diff(row)) + 1
     bounds = [0, *edges.tolist(), len(row)]
-    return [(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if row[a] > 0]
+    return [(a, b) for a, b in pairwise(bounds) if row[a] > 0]
 
 
 def compact(batch: Batch, site: np.ndarray) -> Layout:

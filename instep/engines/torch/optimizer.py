@@ -37,6 +37,7 @@ class Trainables:
         self.copy = (
             self.master if compute == torch.float32 else torch.zeros(total, dtype=compute, device=device)
         )
+        self.followers: dict[str, nn.Parameter] = {}
         self.step = 0
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
@@ -50,8 +51,23 @@ class Trainables:
         leaf.grad = self.view(self.gradient, name)
         return leaf
 
+    def follow(self, name: str, parameter: nn.Parameter) -> None:
+        """A parameter of the model that the master of this name trains (full fine-tuning)."""
+        target = self.view(self.gradient, name)
+
+        def collect(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            target.add_(leaf.grad)
+            leaf.grad = None
+
+        parameter.register_post_accumulate_grad_hook(collect)
+        self.followers[name] = parameter
+
     def refresh(self) -> None:
-        """Bring the compute copy up to date with the masters."""
+        """Bring the compute copy, and parameters in another type, up to date with the masters."""
+        for name, parameter in self.followers.items():
+            if parameter.dtype != torch.float32:
+                parameter.data.copy_(self.view(self.master, name))
         if self.copy is not self.master:
             self.copy.copy_(self.master)
 
