@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from instep.adapters import initial_adapter, lora_a_name, lora_b_name
 from instep.config import AdapterSettings, ModelSettings, OptimizerSettings
-from instep.engines.base import EngineState, LoadReport, MemoryReport, Sampling, Scores, ShapeRules, StepReport
+from instep.engines.base import (
     EngineState,
     LoadReport,
     MemoryReport,
+    Sampling,
     Scores,
     ShapeRules,
     StepReport,
