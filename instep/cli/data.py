@@ -85,7 +85,7 @@ def build(
         exclude_tools=tuple(exclude_tools),
         redact=not no_redact,
     )
-    conversations, report = build_conversations(places, settings, output=output)
+    conversations, report = build_conversations(places, settings)
     if tokenizer:
         count_tokens(conversations, tokenizer, include_reasoning, report)
     write_conversations(output, conversations)

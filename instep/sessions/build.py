@@ -22,12 +22,12 @@ _EXPECTED = "expected session files of " + ", ".join(formats.FORMATS)
 
 
 def build(
-    sources: Sequence[str | Path], settings: BuildSettings | None = None, output: Path | None = None
+    sources: Sequence[str | Path], settings: BuildSettings | None = None
 ) -> tuple[list[Conversation], ReadReport]:
     """Conversations out of session files and folders, with at least one supervised turn each.
 
-    `output` is the file that will be written: it is not read. Raises InputError for a source that does not exist
-    and where nothing usable is found.
+    Files that `instep data build` wrote are skipped. Raises InputError for a source that does not exist and where
+    nothing usable is found.
     """
     settings = settings or BuildSettings()
     if settings.since:
@@ -35,7 +35,7 @@ def build(
     report = ReadReport()
     paths = [Path(source) for source in sources]
     conversations: list[Conversation] = []
-    for file in find_files(paths, exclude=output):
+    for file in find_files(paths):
         conversations.extend(_read_file(file, report))
     if not report.files:
         raise InputError(_nothing_read(paths, report))

@@ -88,20 +88,19 @@ def _said(message: Message) -> bytes:
 
 
 class _Seen:
-    """Which histories, turns in context and long turns some conversation has supervised; value: its session."""
+    """Which histories, turns in context and long turns the conversations so far supervise."""
 
     def __init__(self) -> None:
-        self.histories: dict[bytes, object] = {}
-        self.in_context: dict[bytes, object] = {}
-        self.long: dict[bytes, object] = {}
+        self.histories: set[bytes] = set()
+        self.in_context: set[bytes] = set()
+        self.long: set[bytes] = set()
 
     def mark(self, conversation: Conversation, report: ReadReport) -> Conversation:
-        own = (_session(conversation), conversation.id)
         history = b""
         digests: list[bytes] = []
         messages: list[Message] = []
         repeated: Counter[str] = Counter()
-        new: list[tuple[dict[bytes, object], bytes]] = []
+        new: list[tuple[set[bytes], bytes]] = []
         for message in conversation.messages:
             digest = _digest(_said(message))
             digests.append(digest)
@@ -112,14 +111,14 @@ class _Seen:
                     keys.append((TURN, self.in_context, _digest(*digests[-CONTEXT_MESSAGES - 1 :])))
                 if produced_characters(message) >= LONG_TURN_CHARACTERS:
                     keys.append((TURN, self.long, digest))
-                reason = next((name for name, table, key in keys if table.get(key, own) != own), None)
+                reason = next((name for name, known, key in keys if key in known), None)
                 if reason is not None:
                     repeated[reason] += 1
                     message = replace(message, supervised=False)
-                new.extend((table, key) for _, table, key in keys)
+                new.extend((known, key) for _, known, key in keys)
             messages.append(message)
-        for table, key in new:
-            table.setdefault(key, own)
+        for known, key in new:  # only now: what a session repeats of itself is its own
+            known.add(key)
         if not repeated:
             return conversation
         report.not_supervised.update(repeated)

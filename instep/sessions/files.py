@@ -14,13 +14,13 @@ _OBJECT_AT_LINE_START = re.compile(rb"(?:^|\n)[\s\0\xef\xbb\xbf]*\{")
 _SKIPPED_FOLDERS = {".git", "node_modules", "__pycache__"}
 
 
-def find_files(sources: Sequence[Path], exclude: Path | None = None) -> list[Path]:
+def find_files(sources: Sequence[Path]) -> list[Path]:
     """Every regular file named or below a folder named, each once, in a fixed order.
 
-    Raises InputError for a source that does not exist. `exclude` is the output of this very command.
+    Raises InputError for a source that does not exist.
     """
     files: list[Path] = []
-    seen: set[Path] = {exclude.resolve()} if exclude is not None else set()
+    seen: set[Path] = set()
     for source in sources:
         if not source.exists():
             raise InputError(f"{source} does not exist: give session files, or folders that hold them")

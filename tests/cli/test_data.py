@@ -69,7 +69,7 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     assert [conversation.id for conversation in read_conversations(output)] == ["pi-one"]
 
 
-def test_the_output_inside_the_source_is_not_read(tmp_path: Path) -> None:
+def test_an_older_output_inside_the_source_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_bytes((FIXTURES / "pi_v1.jsonl").read_bytes())
     for _ in range(2):
         run("build", tmp_path, "-o", tmp_path / "c.jsonl", "--force")

@@ -102,6 +102,69 @@ def test_pi_bridges_a_link_whose_line_was_lost(tmp_path: Path, fixtures: Path, r
     assert "1 broken links to a parent entry bridged" in conversations[0].notes
 
 
+def test_a_damaged_file_loses_only_what_is_damaged(tmp_path: Path, fixtures: Path, read, outline) -> None:
+    lines = (fixtures / "pi_v1.jsonl").read_bytes().split(b"\n")[:-1]
+    damaged = b"\n".join(
+        [
+            lines[0] + lines[1],  # glued
+            b"\0" * 4096 + lines[2],
+            *lines[3:5],
+            b'{"type": "hologram", "data": 1}',
+            b"\xff\xfe",
+            b"[]",
+            *lines[5:12],
+            lines[12][:60],  # torn
+        ]
+    )
+    (tmp_path / "x.log").write_bytes(damaged)
+    (conversation,), report = read(tmp_path / "x.log")
+    (whole,), _ = read("pi_v1.jsonl")
+    assert conversation.messages == whole.messages[:-1]
+    assert report.quarantined == Counter(
+        {"unknown record type 'hologram'": 1, "invalid UTF-8": 1, "not a JSON object": 1, "torn last line": 1}
+    )
+    assert report.repaired == Counter({"objects glued on one line": 1, "run of NUL removed": 1})
+
+
+def test_a_result_whose_call_is_lost_is_removed_and_counted(tmp_path: Path, fixtures: Path, read) -> None:
+    lines = (fixtures / "pi_v1.jsonl").read_text("utf-8").split("\n")
+    (tmp_path / "x.jsonl").write_text("\n".join(lines[:2] + lines[3:]), "utf-8")
+    (conversation,), report = read(tmp_path / "x.jsonl")
+    assert report.removed_messages == Counter({"tool result without its call": 2})
+    assert not [message for message in conversation.messages if message.role == "tool"]
+
+
+def _claude(uuid: str, parent: str | None, kind: str, text: str, **more: Any) -> dict[str, Any]:
+    message = {"role": kind, "content": text}
+    return {"type": kind, "uuid": uuid, "parentUuid": parent, "sessionId": "s", "message": message, **more}
+
+
+def test_claude_code_compaction_without_a_new_root(tmp_path: Path, read, outline) -> None:
+    rows = [
+        _claude("1", None, "user", "Begin."),
+        _claude("2", "1", "assistant", "Begun."),
+        _claude("3", "2", "user", "Summary of it all.", isCompactSummary=True),
+        _claude("4", "3", "assistant", "Going on."),
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    conversations, _ = read(tmp_path / "x.jsonl")
+    assert list(map(outline, conversations)) == [
+        ["user: Begin.", "assistant*: Begun."],
+        ["user: Summary of it all.", "assistant*: Going on."],
+    ]
+
+
+def test_claude_code_bridges_a_lost_record(tmp_path: Path, read, outline) -> None:
+    rows = [
+        _claude("1", "in another file", "user", "Begin."),
+        _claude("2", "1", "assistant", "Begun."),
+        _claude("4", "3", "assistant", "Going on."),
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    (conversation,), _ = read(tmp_path / "x.jsonl")
+    assert outline(conversation) == ["user: Begin.", "assistant*: Begun.", "assistant*: Going on."]
+
+
 def test_claude_code(read, outline, assert_account) -> None:
     conversations, report = read("claude_code.jsonl")
     main, compacted, side = conversations
@@ -150,6 +213,28 @@ def test_codex(read, outline, assert_account) -> None:
     assert second[-3:] == ["assistant*:  +local_shell", "tool: a", "assistant*: You are welcome."]
     assert report.not_supervised == Counter({"abandoned branch": 1, "aborted": 1})
     assert_account(conversations, report, 6)
+
+
+def test_codex_replacement_history_is_context(tmp_path: Path, fixtures: Path, read, outline) -> None:
+    kept = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Run the tests."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "All tests pass."}],
+        },
+    ]
+    rows = [json.loads(line) for line in (fixtures / "codex.jsonl").read_text("utf-8").split("\n") if line]
+    for row in rows:
+        if row["type"] == "compacted":
+            row["payload"]["replacement_history"] = kept
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    conversations, _ = read(tmp_path / "x.jsonl")
+    assert outline(conversations[1])[1:4] == [
+        "user: Run the tests.",
+        "assistant: All tests pass.",
+        "user: Thanks.",
+    ]
 
 
 def test_codex_without_payloads(tmp_path: Path, read, outline) -> None:

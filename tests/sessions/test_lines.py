@@ -74,6 +74,12 @@ def test_a_whole_record_behind_a_torn_one_is_found() -> None:
     assert lines.quarantined == Counter({"invalid JSON": 1})
 
 
+def test_a_fragment_inside_a_torn_record_is_no_record() -> None:
+    lines = split_records(b'{"type":"message","message":{"type":"text","text":"x"},"parentId":"tor\n')
+    assert not lines.records
+    assert lines.quarantined == Counter({"invalid JSON": 1})
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
