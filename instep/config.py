@@ -46,9 +46,14 @@ class AdapterSettings(Settings):
     """The low-rank product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """Last name of the linear layers that get an adapter."""
+    start_from: str | None = None
+    """Run or adapter folder whose adapter training begins from; its rank, alpha and target_modules must be the
+    same. The reference model of GRPO stays the base without any adapter."""
 
     @model_validator(mode="after")
     def _targets(self) -> AdapterSettings:
+        if self.kind == "full" and self.start_from:
+            raise ValueError("start_from names an adapter, but kind is 'full': set model.path instead")
         if self.kind == "lora" and not self.target_modules:
             raise ValueError("target_modules is empty: name at least one linear layer, such as q_proj")
         return self
@@ -97,64 +102,6 @@ class RenderingSettings(Settings):
     """Render and supervise the model's thinking where the template has a place for it."""
 
 
-class DataSettings(Settings):
-    path: str = ""
-    """Conversations as `instep data build` writes them, or session files and folders."""
-    validation_path: str | None = None
-    """Held-out conversations; without it a share of the data is held out, by session."""
-    validation_share: Share = 0.1
-    pack: bool = True
-    """Put several short samples in one row; they cannot attend to each other."""
-
-
-class RunSettings(Settings):
-    folder: str | None = None
-    """Run folder; without it `runs/<time>-<model>` is made."""
-    checkpoint_every_steps: PositiveInt = 10
-    evaluate_every_steps: PositiveInt = 20
-    """Held-out evaluation, besides the ones before the first and after the last step."""
-
-
-class SftSettings(Settings):
-    """Everything that `instep sft` does, resolved."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch"] = "auto"
-    model: ModelSettings = ModelSettings()
-    adapter: AdapterSettings = AdapterSettings()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    data: DataSettings = DataSettings()
-    rendering: RenderingSettings = RenderingSettings()
-    run: RunSettings = RunSettings()
-    epochs: PositiveFloat = 1.0
-    max_steps: PositiveInt | None = None
-    """Stop after so many optimizer steps, whatever `epochs` says."""
-    max_minutes: PositiveFloat | None = None
-    """Stop training after so many minutes of steps; the schedule follows the clock then."""
-    evaluation_rows: PositiveInt = 64
-    """At most so many held-out rows are evaluated, taken evenly over the whole."""
-    rows_per_step: PositiveInt = 4
-    """Rows of one optimizer step."""
-    rows_per_batch: PositiveInt = 1
-    """Rows of one micro-batch; changes memory and speed, not the step."""
-
-    @model_validator(mode="after")
-    def _rows(self) -> SftSettings:
-        if self.rows_per_step % self.rows_per_batch:
-            raise ValueError(
-                f"rows_per_step ({self.rows_per_step}) must be a multiple of rows_per_batch ({self.rows_per_batch})"
-            )
-        return self
-
-
-EPSILONS = {
-    "grpo": (0.2, 0.2),
-    "bnpo": (0.2, 0.2),
-    "dapo": (0.2, 0.28),
-    "dr_grpo": (0.2, 0.2),
-    "gspo": (3e-4, 4e-4),
-}
-"""(ε low, ε high) of each GRPO variant, as its paper has it (GSPO clips a whole sequence's ratio)."""
 TAG_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"
 
 
@@ -211,6 +158,81 @@ class TaskSettings(Settings):
                 if kind != self.kind and getattr(self, name) != default:
                     raise ValueError(f"{name} is for {kind} tasks, not for {self.name!r}: remove {name}")
         return self
+
+
+class DataSettings(Settings):
+    path: str = ""
+    """Conversations as `instep data build` writes them, or session files and folders."""
+    demonstrations: PositiveInt | None = None
+    """Instead of `path`: the first so many training tasks of `[task]`, each with its worked solution and answer
+    written in the asked-for format. Never one that is held out."""
+    validation_path: str | None = None
+    """Held-out conversations; without it a share of the data is held out, by session."""
+    validation_share: Share = 0.1
+    pack: bool = True
+    """Put several short samples in one row; they cannot attend to each other."""
+
+
+class RunSettings(Settings):
+    folder: str | None = None
+    """Run folder; without it `runs/<time>-<model>` is made."""
+    checkpoint_every_steps: PositiveInt = 10
+    evaluate_every_steps: PositiveInt = 20
+    """Held-out evaluation, besides the ones before the first and after the last step."""
+
+
+class SftSettings(Settings):
+    """Everything that `instep sft` does, resolved."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    engine: Literal["auto", "torch"] = "auto"
+    model: ModelSettings = ModelSettings()
+    adapter: AdapterSettings = AdapterSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    data: DataSettings = DataSettings()
+    task: TaskSettings | None = None
+    """Only for `data.demonstrations`: the tasks that are demonstrated."""
+    rendering: RenderingSettings = RenderingSettings()
+    run: RunSettings = RunSettings()
+    epochs: PositiveFloat = 1.0
+    max_steps: PositiveInt | None = None
+    """Stop after so many optimizer steps, whatever `epochs` says."""
+    max_minutes: PositiveFloat | None = None
+    """Stop training after so many minutes of steps; the schedule follows the clock then."""
+    evaluation_rows: PositiveInt = 64
+    """At most so many held-out rows are evaluated, taken evenly over the whole."""
+    rows_per_step: PositiveInt = 4
+    """Rows of one optimizer step."""
+    rows_per_batch: PositiveInt = 1
+    """Rows of one micro-batch; changes memory and speed, not the step."""
+
+    @model_validator(mode="after")
+    def _rows(self) -> SftSettings:
+        if self.rows_per_step % self.rows_per_batch:
+            raise ValueError(
+                f"rows_per_step ({self.rows_per_step}) must be a multiple of rows_per_batch ({self.rows_per_batch})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _demonstrations(self) -> SftSettings:
+        if self.data.demonstrations and self.task is None:
+            raise ValueError("data.demonstrations needs the tasks: give task.name, such as gsm8k")
+        if self.data.demonstrations and self.data.path:
+            raise ValueError("data.path and data.demonstrations are both given: remove one of them")
+        if self.task is not None and not self.data.demonstrations:
+            raise ValueError("task is set but would not be used without data.demonstrations: remove it")
+        return self
+
+
+EPSILONS = {
+    "grpo": (0.2, 0.2),
+    "bnpo": (0.2, 0.2),
+    "dapo": (0.2, 0.28),
+    "dr_grpo": (0.2, 0.2),
+    "gspo": (3e-4, 4e-4),
+}
+"""(ε low, ε high) of each GRPO variant, as its paper has it (GSPO clips a whole sequence's ratio)."""
 
 
 class RewardSettings(Settings):
@@ -348,4 +370,42 @@ class GrpoSettings(Settings):
             )
         if self.max_steps is None and self.max_minutes is None:
             raise ValueError("neither max_steps nor max_minutes is given: the run would never end")
+        return self
+
+
+class EvaluationSettings(Settings):
+    """Everything that `instep eval` does, resolved."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    engine: Literal["auto", "torch"] = "auto"
+    model: ModelSettings = ModelSettings()
+    adapters: dict[str, str] = {}
+    """Name → run or adapter folder: each is measured, all on one loaded model."""
+    base: bool = True
+    """Measure the model without any adapter too."""
+    task: TaskSettings
+    split: Literal["test", "train"] = "test"
+    tasks: PositiveInt = 200
+    """The first so many tasks of the split; fewer where it has fewer."""
+    greedy: bool = True
+    """One completion a task, always the most likely token."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Completions drawn for each task at `temperature`, for pass@k and majority@k; 0 draws none."""
+    temperature: PositiveFloat = 1.0
+    k: tuple[PositiveInt, ...] = ()
+    """The k of pass@k and majority@k, each at most `samples`; none takes 1 and `samples`."""
+    max_new_tokens: PositiveInt = 256
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends a completion, besides the model's own stop tokens."""
+    completions_per_batch: PositiveInt = 32
+    """Completions decoded together: changes memory and speed, not the result."""
+
+    @model_validator(mode="after")
+    def _modes(self) -> EvaluationSettings:
+        if not self.greedy and not self.samples:
+            raise ValueError("greedy is off and samples is 0: nothing would be measured")
+        if not self.base and not self.adapters:
+            raise ValueError("base is off and there is no adapter: nothing would be measured")
+        if self.k and max(self.k) > self.samples:
+            raise ValueError(f"k = {max(self.k)} needs as many samples, but samples is {self.samples}")
         return self

@@ -67,20 +67,22 @@ class Outcome:
     """Whether it has the asked-for format (the reward soft_format)."""
     tokens: int
     truncated: bool
+    strict: bool = False
+    """Whether it has that format and nothing besides (the reward strict_format)."""
 
 
-def summarise(tasks: Sequence[Sequence[Outcome]], k: int | None = None) -> dict[str, float]:
-    """Metrics over tasks, each with the same number n of outcomes (k defaults to n).
+def summarise(tasks: Sequence[Sequence[Outcome]], ks: Sequence[int] = ()) -> dict[str, float]:
+    """Metrics over tasks, each with the same number n of outcomes (`ks` defaults to n alone).
 
-    accuracy (mean over all completions) with accuracy_low and accuracy_high (95 %), format_rate, no_answer_rate,
-    mean_tokens, truncated_share, and for n > 1 pass_at_k and majority_at_k. The interval takes each task as one
+    accuracy (mean over all completions) with accuracy_low and accuracy_high (95 %), format_rate,
+    strict_format_rate, no_answer_rate, mean_tokens, truncated_share, and for n > 1 pass_at_k and majority_at_k of
+    each k. The interval takes each task as one
     trial, because completions of one task are not independent. Raises ValueError where there is nothing, or the
     numbers of outcomes differ.
     """
     samples = len(tasks[0]) if tasks else 0
     if samples < 1 or any(len(outcomes) != samples for outcomes in tasks):
         raise ValueError("an evaluation needs tasks, each with the same number of completions")
-    k = samples if k is None else k
     everything = [outcome for outcomes in tasks for outcome in outcomes]
     total = len(everything)
     accuracy = sum(outcome.verdict is Verdict.CORRECT for outcome in everything) / total
@@ -92,16 +94,18 @@ def summarise(tasks: Sequence[Sequence[Outcome]], k: int | None = None) -> dict[
         "accuracy_low": low,
         "accuracy_high": high,
         "format_rate": sum(outcome.formatted for outcome in everything) / total,
+        "strict_format_rate": sum(outcome.strict for outcome in everything) / total,
         "no_answer_rate": sum(outcome.verdict is Verdict.NO_ANSWER for outcome in everything) / total,
         "mean_tokens": sum(outcome.tokens for outcome in everything) / total,
         "truncated_share": sum(outcome.truncated for outcome in everything) / total,
     }
     if samples > 1:
         right = [[outcome.verdict is Verdict.CORRECT for outcome in outcomes] for outcomes in tasks]
-        metrics[f"pass_at_{k}"] = sum(pass_at_k(samples, sum(good), k) for good in right) / len(tasks)
-        votes = [
-            majority_at_k([outcome.answer for outcome in outcomes], good, k)
-            for outcomes, good in zip(tasks, right, strict=True)
-        ]
-        metrics[f"majority_at_{k}"] = sum(votes) / len(tasks)
+        for k in ks or (samples,):
+            metrics[f"pass_at_{k}"] = sum(pass_at_k(samples, sum(good), k) for good in right) / len(tasks)
+            votes = [
+                majority_at_k([outcome.answer for outcome in outcomes], good, k)
+                for outcomes, good in zip(tasks, right, strict=True)
+            ]
+            metrics[f"majority_at_{k}"] = sum(votes) / len(tasks)
     return metrics

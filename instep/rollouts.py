@@ -60,11 +60,17 @@ def sample_rollouts(
     keys: Sequence[int],
     stop_strings: Sequence[str] = (),
     adapter: bool = True,
+    on_token: Callable[[int, int, int], None] | None = None,
 ) -> list[tuple[np.ndarray, list[Rollout]]]:
-    """(prompt int32 [P], its n rollouts with their text) of each task."""
+    """(prompt int32 [P], its n rollouts with their text) of each task.
+
+    `on_token(task, sample, id)` is called at each token; what it raises ends the sampling.
+    """
     prompts = [renderer.prompt(task.messages, task.tools) for task in tasks]
     stop_text = stop_on_text(renderer.tokenizer, stop_strings)
-    sampled = engine.generate(prompts, n, sampling, keys=keys, stop_text=stop_text, adapter=adapter)
+    sampled = engine.generate(
+        prompts, n, sampling, keys=keys, stop_text=stop_text, on_token=on_token, adapter=adapter
+    )
     return [
         (prompt, [replace(r, text=text_of(renderer.tokenizer, r, sampling.stop_tokens)) for r in rollouts])
         for prompt, rollouts in zip(prompts, sampled, strict=True)

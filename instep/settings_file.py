@@ -27,21 +27,23 @@ def load_settings(
     source: str | None = None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> Tree:
     """Validated settings of type `kind`.
 
     source     TOML path or recipe name; without it the environment's INSTEP_CONFIG, without that the defaults
     overrides  "a.b=c" with c in TOML (a bare word is taken as a string)
     flags      dotted name → value of the command's own options; None means not given
+    base       settings below the file, such as those of a run; INSTEP_CONFIG is not read where it is given
     Raises InputError that names the setting, what was found and what was expected.
     """
-    source = source or os.environ.get("INSTEP_CONFIG") or None
-    tree = _read(source) if source else {}
+    source = source or (os.environ.get("INSTEP_CONFIG") if base is None else None) or None
+    tree = merge(base or {}, read_tree(source) if source else {})
     for name, value in parse_overrides(overrides).items():
-        _put(tree, name, value)
+        put(tree, name, value)
     for name, value in (flags or {}).items():
         if value is not None:
-            _put(tree, name, value)
+            put(tree, name, value)
     where = source or "the command line"
     settings = validate(kind, tree, where)
     for unused, reason in unused_settings(tree):
@@ -69,6 +71,8 @@ def unused_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, "adapter.kind is 'full'"
     if "data.validation_path" in given and "data.validation_share" in given:
         yield "data.validation_share", "data.validation_path is set"
+    if "temperature" in given and not given.get("samples"):
+        yield "temperature", "samples is 0"
     if given.get("optimizer.schedule") == "constant" and "optimizer.final_share" in given:
         yield "optimizer.final_share", "optimizer.schedule is 'constant'"
 
@@ -80,7 +84,7 @@ def dump_settings(settings: Settings) -> str:
 
 def load_resolved(kind: type[Tree], path: Path) -> Tree:
     """Read back what `dump_settings` wrote. Raises InputError where the file was damaged."""
-    return validate(kind, _read(str(path)), str(path))
+    return validate(kind, read_tree(str(path)), str(path))
 
 
 def validate(kind: type[Tree], tree: Mapping[str, Any], where: str) -> Tree:
@@ -97,12 +101,27 @@ def recipes() -> dict[str, Any]:
     return {item.name[:-5]: item for item in folder.iterdir() if item.name.endswith(".toml")}
 
 
-def _read(source: str) -> dict[str, Any]:
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both trees in one; where both have a value, that of `above`."""
+    merged: dict[str, Any] = {}
+    for key in (*below, *above):
+        low, high = below.get(key), above.get(key)
+        if isinstance(low, Mapping) and isinstance(high, Mapping):
+            merged[key] = merge(low, high)
+        else:
+            value = above.get(key, low)
+            merged[key] = merge({}, value) if isinstance(value, Mapping) else value
+    return merged
+
+
+def read_tree(source: str) -> dict[str, Any]:
+    """The settings of a TOML file or shipped recipe (`gsm8k` or `recipes/gsm8k.toml`), not validated."""
     path = Path(source)
     shipped = recipes()
+    name = source.removeprefix("recipes/").removesuffix(".toml")
     try:
-        if not path.exists() and source in shipped:
-            text = shipped[source].read_text(encoding="utf-8")
+        if not path.exists() and name in shipped:
+            text = shipped[name].read_text(encoding="utf-8")
         else:
             text = path.read_text(encoding="utf-8")
         return tomllib.loads(text)
@@ -124,7 +143,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set the value of a dotted name."""
     *parents, last = name.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from instep.config import GrpoSettings
 from instep.engines.base import Engine
 from instep.errors import TrainingError
-from instep.loops.listener import Listener, StopFlag
+from instep.loops.listener import Listener, StopFlag, Stopped
 from instep.loops.loop import Loop
 from instep.objectives import Grpo, add_metrics
 from instep.records import Group
@@ -38,6 +39,8 @@ RATIO_TOLERANCE = {"float32": 1e-3}
 """Largest |log r| before the first update of a step; 16-bit kernels differ more, which is logged, not refused."""
 HELD_OUT_KEY = 1 << 40
 """Keys of held-out prompts, apart from those that are trained on."""
+SHOWN_HELD_OUT, SHOWN_PROMPT, SHOWN_COMPLETION = 1, 80, 160
+"""On the console at each evaluation: held-out rollouts, characters of the question's end and of the completion."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class GrpoLoop(Loop):
         self.settings, self.data = settings, data
         self._tolerance = RATIO_TOLERANCE.get(precision, math.inf)
         self._without_signal = self._all_cut = 0
+        self._latest: list[dict[str, Any]] = []
         self._table = MetricsLog(run.path / "rollouts.jsonl", through_step=progress.step)
         self._held_out = data.tasks.test.take(settings.evaluation_tasks)
         low, high = settings.objective.epsilons
@@ -89,8 +93,10 @@ class GrpoLoop(Loop):
         progress, settings = self.progress, self.settings
         rate = self.schedule.learning_rate(progress.step, progress.training_seconds)
         stream = TaskStream(self.data.tasks.train, settings.seed, progress.task_cursor)
-        groups, tasks, sampled = self._rollouts(stream, stop)
-        if stop.requested:
+        timeouts = self.data.rewards.judge.timeouts
+        try:
+            groups, tasks, sampled = self._rollouts(stream, stop)
+        except Stopped:
             return False
         sampled_at = time.perf_counter()
         batches, denominator = make_batches(
@@ -111,7 +117,10 @@ class GrpoLoop(Loop):
             task_cursor=stream.cursor,
             rollouts=progress.rollouts + sampled,
         )
-        self._write_rollouts(groups, tasks)
+        records = rollout_records(groups, tasks, self.progress.step, settings.rewards)
+        for one in records:
+            self._table.write(one)
+        self._latest = records
         record = {
             "kind": "train",
             "step": self.progress.step,
@@ -121,6 +130,7 @@ class GrpoLoop(Loop):
             "gradient_norm": norm,
             "applied": applied,
             "rollouts": sampled,
+            "comparison_timeouts": self.data.rewards.judge.timeouts - timeouts,
             "sampled_tokens": sum(len(r.tokens) for g in groups for r in g.rollouts),
             "seconds": done - began,
             "seconds_rollouts": sampled_at - began,
@@ -132,7 +142,10 @@ class GrpoLoop(Loop):
         return True
 
     def _rollouts(self, stream: TaskStream, stop: StopFlag) -> tuple[list[Group], dict[str, Task], int]:
-        """(groups, their tasks by id, completions sampled); groups without spread are replaced where asked."""
+        """(groups, their tasks by id, completions sampled); groups without spread are replaced where asked.
+
+        Raises Stopped where a stop was asked for meanwhile.
+        """
         settings = self.settings
         sampling = sampling_of(settings.rollouts, self.data.renderer.stop_tokens, settings.seed)
         kept: list[Group] = []
@@ -145,14 +158,16 @@ class GrpoLoop(Loop):
             keys = [key + index for index in range(len(tasks))]
             size = settings.rollouts.group_size
             sampled = sample_rollouts(
-                self.engine, self.data.renderer, tasks, size, sampling, keys, settings.rollouts.stop_strings
-            )
+                self.engine, self.data.renderer, tasks, size, sampling, keys, settings.rollouts.stop_strings,
+                on_token=stop.check,
+            )  # fmt: skip
+            stop.check()
             count += size * len(tasks)
             by_id |= {task.id: task for task in tasks}
             groups = score_groups(
                 self.data.rewards, tasks, sampled, settings.rewards, settings.objective.scales_by_std
             )
-            if attempt == attempts - 1 or stop.requested:
+            if attempt == attempts - 1:
                 return kept + groups, by_id, count
             kept += [group for group in groups if has_signal(group, settings.rewards)]
             if len(kept) == settings.tasks_per_step:
@@ -206,10 +221,6 @@ class GrpoLoop(Loop):
         super().close()
         self._table.close()
 
-    def _write_rollouts(self, groups: Sequence[Group], tasks: dict[str, Task]) -> None:
-        for record in rollout_records(groups, tasks, self.progress.step, self.settings.rewards):
-            self._table.write(record)
-
     def evaluate(self, stop: StopFlag) -> dict[str, float] | None:
         """Greedy completions of held-out tasks: mean rewards by name, lengths, share cut."""
         settings, began = self.settings, time.perf_counter()
@@ -224,9 +235,13 @@ class GrpoLoop(Loop):
             self.listener.phase("evaluating", start, len(self._held_out))
             tasks = self._held_out[start : start + size]
             keys = [HELD_OUT_KEY + start + index for index in range(len(tasks))]
-            sampled = sample_rollouts(
-                self.engine, self.data.renderer, tasks, 1, sampling, keys, settings.rollouts.stop_strings
-            )
+            try:
+                sampled = sample_rollouts(
+                    self.engine, self.data.renderer, tasks, 1, sampling, keys, settings.rollouts.stop_strings,
+                    on_token=stop.check,
+                )  # fmt: skip
+            except Stopped:
+                return None
             groups += score_groups(self.data.rewards, tasks, sampled, settings.rewards, False)
         metrics = reward_metrics(groups, settings.rewards)
         del metrics["groups_with_spread_share"], metrics["reward_std"]
@@ -239,7 +254,37 @@ class GrpoLoop(Loop):
                 "seconds": time.perf_counter() - began,
             }
         )
+        by_id = {task.id: task for task in self._held_out[: len(groups)]}
+        held_out = rollout_records(groups[:SHOWN_HELD_OUT], by_id, self.progress.step, settings.rewards)
+        for text in [*map(sample_note, best_and_worst(self._latest)), *map(sample_note, held_out)]:
+            self.listener.note(text)
         return result
+
+
+def best_and_worst(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rollouts of one group whose advantages are furthest apart; none where no group has spread."""
+    if not any(record["advantage"] for record in records):
+        return []
+    high = max(records, key=lambda record: record["advantage"])
+    group = [record for record in records if record["task"] == high["task"]]
+    return [high, min(group, key=lambda record: record["advantage"])]
+
+
+def sample_note(record: dict[str, Any]) -> str:
+    """A rollout in two or three short lines, for the console."""
+    rewards = ", ".join(
+        f"{name.rpartition('/')[2]} {value:.2g}"
+        for name, value in record["rewards"].items()
+        if value is not None
+    )
+    advantage = f"; advantage {record['advantage']:+.2f}" if record["advantage"] else ""
+    question, completion = (" ".join(record[name].split()) for name in ("question", "completion"))
+    shown = f"…{question[-SHOWN_PROMPT:]}" if len(question) > SHOWN_PROMPT else question
+    if len(completion) > SHOWN_COMPLETION:
+        half = SHOWN_COMPLETION // 2
+        completion = f"{completion[:half]} … {completion[-half:]}"
+    end = f"{rewards}{advantage} ({record['tokens']} tokens, {record['stop']})"
+    return f"{record['task']}: {shown}\n    {completion!r}\n    {end}"
 
 
 def _objective_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from instep import engines, models
 from instep.config import GrpoSettings
 from instep.engines.base import LoadReport
-from instep.errors import InputError
 from instep.loops.grpo import GrpoData, GrpoLoop
 from instep.loops.listener import Listener, StopFlag
-from instep.loops.run import load_engine, open_run, run_path, summarise, write_result
-from instep.rendering.template import Renderer
-from instep.rendering.tokenizer import load_tokenizer
+from instep.loops.prompts import check_prompts, prompt_renderer
+from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
 from instep.rewards import Rewards
 from instep.runs.checkpoint import Progress
 from instep.runs.folder import RunFolder, refuse_existing
@@ -34,31 +33,35 @@ def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -
     path = run_path(settings)
     if not resume:
         refuse_existing(path)
+        check_start(settings)
     name, why = engines.choose(settings.engine)
     listener.note(f"engine: {name} ({why})")
-    tags = tags_of(settings.task)
-    with Rewards(settings.rewards, tags, settings.rollouts.max_new_tokens) as rewards:
-        tasks = load_tasks(settings.task, settings.seed, answers_required=rewards.needs_answers)
-        for note in tasks.notes:
+    with prepare(settings) as (data, folder):
+        for note in data.tasks.notes:
             listener.note(note)
-        folder = models.resolve(settings.model.path, settings.model.revision)
-        renderer = Renderer(load_tokenizer(folder))
-        check_prompts(tasks, renderer, folder, settings.rollouts.max_new_tokens)
         engine, report = load_engine(name, settings, folder, listener)
-        run, progress = open_run(path, settings, task_fingerprint(tasks), engine, resume)
+        run, progress = open_run(path, settings, task_fingerprint(data.tasks), engine, resume)
         try:
-            loop = GrpoLoop(
-                engine,
-                report.precision,
-                GrpoData(tasks, renderer, rewards),
-                settings,
-                run,
-                listener,
-                progress,
-            )
+            loop = GrpoLoop(engine, report.precision, data, settings, run, listener, progress)
             return _train(loop, settings, report, run, folder, progress, listener)
         finally:
             run.close()
+
+
+@contextmanager
+def prepare(settings: GrpoSettings) -> Iterator[tuple[GrpoData, Path]]:
+    """Tasks, renderer and rewards, checked as far as that is possible without weights; and the model's folder.
+
+    The rewards' processes end with the context. Raises InputError.
+    """
+    tags, new_tokens = tags_of(settings.task), settings.rollouts.max_new_tokens
+    with Rewards(settings.rewards, tags, new_tokens) as rewards:
+        tasks = load_tasks(settings.task, settings.seed, answers_required=rewards.needs_answers)
+        folder = models.resolve(settings.model.path, settings.model.revision)
+        renderer = prompt_renderer(folder)
+        checked = [*tasks.train.take(PROMPTS_CHECKED), *tasks.test.take(PROMPTS_CHECKED)]
+        check_prompts(checked, renderer, folder, new_tokens, tags)
+        yield GrpoData(tasks, renderer, rewards), folder
 
 
 def _train(
@@ -84,23 +87,6 @@ def _train(
     }
     run.write_summary(summary)
     return summary
-
-
-def check_prompts(tasks: Tasks, renderer: Renderer, folder: Path, max_new_tokens: int) -> None:
-    """Raises InputError where a prompt and its completion would not fit the model's context, or where nothing
-    would ever end a completion."""
-    if not renderer.stop_tokens:
-        raise InputError(f"model {folder} has no stop token: its completions would never end")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    context = int(config.get("max_position_embeddings") or 2**31)
-    for task in [*tasks.train.take(PROMPTS_CHECKED), *tasks.test.take(PROMPTS_CHECKED)]:
-        length = len(renderer.prompt(task.messages, task.tools))
-        if length + max_new_tokens > context:
-            raise InputError(
-                f"task {task.id}: its prompt of {length} tokens and rollouts.max_new_tokens = {max_new_tokens} do not "
-                f"fit the model's context of {context}: lower max_new_tokens or leave the task out"
-            )
 
 
 def task_fingerprint(tasks: Tasks) -> str:

@@ -22,6 +22,10 @@ class Listener(Protocol):
         ...
 
 
+class Stopped(Exception):
+    """A stop was asked for in the midst of work that can be dropped."""
+
+
 class StopFlag:
     """Ctrl-C (and SIGTERM) ask the loop to stop at the next safe place; a second Ctrl-C stops at once.
 
@@ -36,6 +40,11 @@ class StopFlag:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+
+    def check(self, *_: object) -> None:
+        """Raises Stopped where a stop was asked for. It can be called at each token of `generate`."""
+        if self.requested:
+            raise Stopped
 
     def __enter__(self) -> StopFlag:
         if threading.current_thread() is threading.main_thread():

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from instep import __version__, engines
-from instep.adapters import save_adapter
-from instep.config import GrpoSettings, SftSettings
-from instep.engines.base import Engine, LoadReport
+from instep.adapters import CONFIG_FILE as ADAPTER_CONFIG
+from instep.adapters import load_adapter, save_adapter
+from instep.config import AdapterSettings, GrpoSettings, ModelSettings, OptimizerSettings, SftSettings
+from instep.engines.base import Engine, EngineState, LoadReport
 from instep.errors import InputError
 from instep.files import write_atomically
 from instep.loops.listener import Listener
@@ -44,6 +47,63 @@ def load_engine(
     return engine, report
 
 
+def adapter_folder(path: str | Path) -> Path:
+    """The adapter that a run folder holds, or the adapter folder itself. Raises InputError where there is none."""
+    folder = Path(path).expanduser()
+    if (folder / CONFIG).is_file() and not (folder / ADAPTER_CONFIG).is_file():
+        if not (folder / "adapter").is_dir():
+            raise InputError(
+                f"run {folder} has no adapter yet: it has not finished; go on with it (--resume --run {folder})"
+            )
+        return folder / "adapter"
+    return folder
+
+
+def adapter_state(path: str | Path) -> tuple[EngineState, AdapterSettings]:
+    """A run's or folder's adapter as an engine takes it, its optimizer at the beginning. Raises InputError."""
+    matrices, settings = load_adapter(adapter_folder(path))
+    zeros = {name: np.zeros_like(value) for name, value in matrices.items()}
+    return EngineState(matrices, zeros, zeros, 0), settings
+
+
+def load_trained(
+    engine_name: str,
+    model: ModelSettings,
+    model_folder: Path,
+    adapter: str | Path | None = None,
+    seed: int = 0,
+) -> tuple[Engine, LoadReport]:
+    """An engine with a model and, where given, a trained adapter (a run or an adapter folder), to sample from.
+
+    `generate` and `score` with `adapter=False` are the model without it. Raises InputError.
+    """
+    state, settings = (None, AdapterSettings()) if adapter is None else adapter_state(adapter)
+    engine = engines.create(engine_name)
+    placed = model.model_copy(update={"path": str(model_folder)})
+    report = engine.load(placed, settings, OptimizerSettings(), seed)
+    if state is not None:
+        engine.load_state(state)
+    return engine, report
+
+
+def check_start(settings: SftSettings | GrpoSettings) -> EngineState | None:
+    """The adapter that training begins from, if any. Raises InputError where it is not of the asked-for shape."""
+    asked = settings.adapter
+    if asked.start_from is None:
+        return None
+    state, found = adapter_state(asked.start_from)
+    for name in ("rank", "alpha", "target_modules"):
+        wanted, there = getattr(asked, name), getattr(found, name)
+        # PEFT may keep the names in any order.
+        same = set(wanted) == set(there) if name == "target_modules" else wanted == there
+        if not same:
+            raise InputError(
+                f"adapter.start_from {asked.start_from}: its {name} is {there}, but adapter.{name} is {wanted}: "
+                "make them the same"
+            )
+    return state
+
+
 def resumed_settings(kind: type[RunKind], path: Path, asked: Mapping[str, Any]) -> RunKind:
     """The settings of an existing run, with those of `asked` (dotted names) that may change when going on.
 
@@ -71,13 +131,18 @@ def resumed_settings(kind: type[RunKind], path: Path, asked: Mapping[str, Any]) 
 def open_run(
     path: Path, settings: SftSettings | GrpoSettings, data_fingerprint: str, engine: Engine, resume: bool
 ) -> tuple[RunFolder, Progress]:
-    """A new folder, or an existing one with its last checkpoint loaded into the engine."""
+    """A new folder, or an existing one with its last checkpoint loaded into the engine.
+
+    A run without a checkpoint begins from `adapter.start_from`, where that is set.
+    """
     fresh = Progress(seed=settings.seed, data_fingerprint=data_fingerprint)
     if not resume:
+        _begin(engine, settings)
         return RunFolder.create(path, _stored(settings)), fresh
     run = RunFolder.reopen(path)
     try:
         if not run.checkpoint("last").is_dir():
+            _begin(engine, settings)
             return run, fresh
         state, progress = load_checkpoint(run.checkpoint("last"))
         if progress.data_fingerprint != data_fingerprint:
@@ -91,6 +156,12 @@ def open_run(
         run.close()
         raise
     return run, progress
+
+
+def _begin(engine: Engine, settings: SftSettings | GrpoSettings) -> None:
+    state = check_start(settings)
+    if state is not None:
+        engine.load_state(state)
 
 
 def _stored(settings: SftSettings | GrpoSettings) -> str:
@@ -110,7 +181,7 @@ def write_result(loop: Loop, settings: SftSettings | GrpoSettings, model_folder:
     if settings.adapter.kind == "full":
         save_full_model(run.path / "model", state, model_folder)
     else:
-        save_adapter(run.adapter, state, settings.adapter, settings.model.path)
+        save_adapter(run.adapter, state, settings.adapter, settings.model.path, replace=True)
     return which
 
 

@@ -25,6 +25,7 @@ from instep.records import Conversation, Sample, StopReason
 from instep.rendering.template import Rendered, Renderer
 from instep.rendering.tokenizer import load_tokenizer
 from instep.rendering.windows import windows
+from instep.tasks import demonstration, load_tasks, tags_of
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ def prepare(settings: SftSettings) -> SftData:
     """Read, render, split, cut and pack. Raises InputError where nothing is left to train on."""
     folder = models.resolve(settings.model.path, settings.model.revision)
     renderer = Renderer(load_tokenizer(folder), settings.rendering.include_reasoning)
-    if not settings.data.path:
-        raise InputError("no data: give --data with conversations, session files or a folder of them")
-    train = _render(renderer, sessions.load(settings.data.path)[0], settings.data.path)
+    conversations, where = _training_conversations(settings)
+    train = _render(renderer, conversations, where)
     if settings.data.validation_path:
         path = settings.data.validation_path
         validation = _render(renderer, sessions.load(path)[0], path)
@@ -92,9 +92,7 @@ def prepare(settings: SftSettings) -> SftData:
         for parts in (train, validation)
     )
     if not train_samples:
-        raise InputError(
-            f"{settings.data.path}: no supervised token is left to train on; see `instep data report`"
-        )
+        raise InputError(f"{where}: no supervised token is left to train on; see `instep data report`")
     order = make_order(train_samples, row_length, settings.data.pack, settings.rows_per_step, settings.seed)
     held = make_order(validation_samples, row_length, settings.data.pack, 1, settings.seed)
     return SftData(
@@ -107,6 +105,18 @@ def prepare(settings: SftSettings) -> SftData:
         fingerprint=fingerprint([*train_samples, *validation_samples]),
         choices={"row length": reason, "validation": how, "context": f"at least {min_context} tokens"},
     )
+
+
+def _training_conversations(settings: SftSettings) -> tuple[list[Conversation], str]:
+    """What is trained on, and where it comes from."""
+    count, path = settings.data.demonstrations, settings.data.path
+    if count and settings.task:
+        tags = tags_of(settings.task)
+        tasks = load_tasks(settings.task, settings.seed).train
+        return [demonstration(task, tags) for task in tasks.take(count)], tasks.name
+    if not path:
+        raise InputError("no data: give --data with conversations, session files or a folder of them")
+    return sessions.load(path)[0], path
 
 
 def _render(renderer: Renderer, conversations: Sequence[Conversation], where: str) -> list[_Part]:

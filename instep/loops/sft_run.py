@@ -7,7 +7,7 @@ from typing import Any
 from instep import engines
 from instep.config import SftSettings
 from instep.loops.listener import Listener, StopFlag
-from instep.loops.run import load_engine, open_run, run_path, summarise, write_result
+from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
 from instep.loops.sft import SftLoop
 from instep.loops.sft_data import prepare
 from instep.runs.folder import refuse_existing
@@ -22,6 +22,7 @@ def run_sft(settings: SftSettings, listener: Listener, resume: bool = False) -> 
     path = run_path(settings)
     if not resume:
         refuse_existing(path)
+        check_start(settings)
     name, why = engines.choose(settings.engine)
     listener.note(f"engine: {name} ({why})")
     data = prepare(settings)
