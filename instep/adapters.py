@@ -148,8 +148,8 @@ def _read_config(path: Path) -> AdapterSettings:
     if not isinstance(targets, list):
         raise InputError(f"{path}: target_modules is {targets!r}, expected a list of layer names")
     try:
-        return AdapterSettings(
-            rank=config.get("r"), alpha=config.get("lora_alpha"), target_modules=tuple(targets)
+        return AdapterSettings.model_validate(
+            {"rank": config.get("r"), "alpha": config.get("lora_alpha"), "target_modules": tuple(targets)}
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -22,8 +22,8 @@ from instep.engines.base import (
     ShapeRules,
     StepReport,
 )
+from instep.engines.torch import fused, loading, lora
 from instep.engines.torch import layout as layouts
-from instep.engines.torch import loading, lora
 from instep.engines.torch.attention import Plan
 from instep.engines.torch.generate import Generator
 from instep.engines.torch.head import site_logprob
@@ -74,7 +74,11 @@ class TorchEngine:
         base = sum(p.numel() for p in self._model.parameters())
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         if adapter.kind == "lora":
+            fused.listen(self._decoder)
+            patches, why = fused.choose(self._decoder.layers, self._head_dim())
+            self.choices["fused"] = why
             self._attach_lora(adapter, dtype, seed)
+            fused.apply([self._decoder], patches)
         else:
             self._train_all(dtype)
         if model.gradient_checkpointing:
@@ -104,6 +108,10 @@ class TorchEngine:
             self._trainables.set(name, value)
         self._trainables.refresh()
         self._layers = lora.attach(self._model, names, self._trainables, adapter.alpha / adapter.rank)
+
+    def _head_dim(self) -> int:
+        config = self._model.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     def _train_all(self, dtype: torch.dtype) -> None:
         """Every parameter is trained: float32 masters, gradients and two moments (16 bytes a parameter).

@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen linear layers."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on frozen linear layers, and products that share an input."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,47 +14,12 @@ from instep.engines.torch.optimizer import Trainables
 from instep.errors import InputError
 
 
-class _LoraProduct(torch.autograd.Function):
-    """y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ with W and b frozen. Saves x and x·Aᵀ; adds the low-rank part in place."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        master_a: torch.Tensor,
-        master_b: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.t()
-        y = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-        y.addmm_(low, b.t(), alpha=scale)
-        ctx.save_for_backward(rows, low, a, b, weight)
-        ctx.scale = scale
-        ctx.shape = x.shape
-        return y.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        rows, low, a, b, weight = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        grad_low = (grad @ b).mul_(ctx.scale)
-        grad_a = (grad_low.t() @ rows).float()
-        grad_b = (grad.t() @ low).float().mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
-            grad_x.addmm_(grad_low, a)
-            grad_x = grad_x.view(ctx.shape)
-        return grad_x, grad_a, grad_b, None, None, None, None, None
-
-
 class LoraLinear(nn.Module):
-    """A frozen linear layer with an adapter. `enabled` off gives the base layer: the reference model."""
+    """A frozen linear layer with an adapter. `enabled` off gives the base layer: the reference model.
+
+    `lora_a` [rank, in] and `lora_b` [out, rank] are the float32 masters; `a` and `b` the same in the type of
+    the activations.
+    """
 
     def __init__(self, base: nn.Linear, name: str, trainables: Trainables, scale: float) -> None:
         super().__init__()
@@ -65,13 +31,119 @@ class LoraLinear(nn.Module):
         self.b = trainables.view(trainables.copy, lora_b_name(name))
         self.scale = scale
         self.enabled = True
+        self._product: SharedInput | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._product is None:
+            self._product = SharedInput([self])
+        return self._product(x)[0]
+
+
+class SharedInput:
+    """Linear layers that read the same input, as one product: [x·W₁ᵀ, x·W₂ᵀ, …] plus their low-rank parts.
+
+    Where there are several, their weights become views of one tensor [out₁ + out₂ + …, in] (no second copy is
+    kept); adjacent A matrices are read as one.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear | LoraLinear]) -> None:
+        self.layers = list(layers)
+        self.ends = [0]
+        for layer in self.layers:
+            self.ends.append(self.ends[-1] + layer.out_features)
+        self.weight = self.layers[0].weight.data
+        self.bias: torch.Tensor | None = None if self.layers[0].bias is None else self.layers[0].bias.data
+        if len(self.layers) > 1:
+            self.weight = torch.cat([layer.weight.data for layer in self.layers])
+            for layer, (a, b) in zip(self.layers, pairwise(self.ends), strict=True):
+                layer.weight.data = self.weight[a:b]
+            biases = [layer.bias for layer in self.layers]
+            if any(bias is not None for bias in biases):
+                parts = [
+                    self.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data
+                    for layer in self.layers
+                ]
+                self.bias = torch.cat(parts)
+        self.adapted = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, LoraLinear)]
+        self.masters = [m for _, layer in self.adapted for m in (layer.lora_a, layer.lora_b)]
+        self.stacked = self._stack([layer.a for _, layer in self.adapted])
+
+    @staticmethod
+    def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """One view [Σ rank, in] over matrices that follow each other in memory; None where they do not."""
+        if not matrices:
+            return None
+        for before, after in pairwise(matrices):
+            if before.data_ptr() + before.numel() * before.element_size() != after.data_ptr():
+                return None
+        rows = sum(m.shape[0] for m in matrices)
+        first = matrices[0]
+        return torch.as_strided(first, (rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.adapted) and self.adapted[0][1].enabled
+
+    def part(self, y: torch.Tensor, i: int) -> torch.Tensor:
+        return y[:, self.ends[i] : self.ends[i + 1]]
+
+    def low(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """x·Aᵀ of every adapter [n, rank]."""
         if not self.enabled:
-            return nn.functional.linear(x, self.weight, self.bias)
-        return _LoraProduct.apply(  # type: ignore[return-value]
-            x, self.lora_a, self.lora_b, self.a, self.b, self.weight, self.bias, self.scale
-        )
+            return []
+        if self.stacked is not None:
+            together = rows @ self.stacked.t()
+            return list(together.split([layer.a.shape[0] for _, layer in self.adapted], 1))
+        return [rows @ layer.a.t() for _, layer in self.adapted]
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """rows [n, in] → all outputs side by side [n, Σ out], and what `low` gave."""
+        low = self.low(rows)
+        y = rows @ self.weight.t() if self.bias is None else torch.addmm(self.bias, rows, self.weight.t())
+        for (i, layer), t in zip(self.adapted, low, strict=False):
+            self.part(y, i).addmm_(t, layer.b.t(), alpha=layer.scale)
+        return y, low
+
+    def backward(
+        self, grad: torch.Tensor, rows: torch.Tensor, low: Sequence[torch.Tensor], want_input: bool
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """grad [n, Σ out] → gradient of the input, and of the masters (A₁, B₁, A₂, B₂, …) in float32."""
+        grads: list[torch.Tensor] = []
+        grad_rows = grad @ self.weight if want_input else None
+        for (i, layer), t in zip(self.adapted, low, strict=False):
+            part = self.part(grad, i)
+            grad_low = (part @ layer.b).mul_(layer.scale)
+            if grad_rows is not None:
+                grad_rows.addmm_(grad_low, layer.a)
+            # [rank, out] is the quick orientation of this thin product.
+            grads += [(grad_low.t() @ rows).float(), (t.t() @ part).float().mul_(layer.scale).t()]
+        return grad_rows, grads
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x [..., in] → one output [..., out] for each layer."""
+        y = _Product.apply(x.reshape(-1, x.shape[-1]), self, *(self.masters if self.enabled else ()))
+        outputs = y if isinstance(y, tuple) else (y,)
+        return tuple(part.unflatten(0, x.shape[:-1]) for part in outputs)
+
+
+class _Product(torch.autograd.Function):
+    """SharedInput under autograd, with frozen weights: saves the input and its low-rank images only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, product: SharedInput, *masters: torch.Tensor) -> Any:
+        y, low = product.forward(rows)
+        ctx.product = product
+        ctx.masters = len(masters)
+        ctx.save_for_backward(*([rows, *low] if masters else []))
+        parts = tuple(product.part(y, i) for i in range(len(product.layers)))
+        return parts if len(parts) > 1 else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1)
+        rows, *low = ctx.saved_tensors or (grad,)
+        grad_rows, grad_masters = ctx.product.backward(grad, rows, low, ctx.needs_input_grad[0])
+        return grad_rows, None, *grad_masters
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
