@@ -69,7 +69,7 @@ class Redactor:
         """Take in the secrets that only their surroundings give away, and the names of home directories."""
         for text in _texts(value):
             for match in HOME.finditer(text) if "Users" in text or "/home/" in text else ():
-                if match["windows"] or match["slash"] is not None or text.startswith("/Users/"):
+                if match["windows"] or match["slash"] is not None or match[0].startswith("/Users/"):
                     self._names.add(match["unix"] or match["windows"])
             for pattern in patterns():
                 if pattern.contextual and any(hint in text for hint in pattern.hints):

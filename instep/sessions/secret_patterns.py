@@ -241,7 +241,8 @@ SECRET_NAMES = re.compile(
 is_secret_value = _secret_value
 
 EMAIL = re.compile(
-    r"(?<![A-Za-z0-9._%+-])(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+"
+    r"(?:(?<=\\[nrt])|(?<![A-Za-z0-9._%+-])(?!(?<=\\)[nrt]))"  # an escaped newline is no part of the name
+    r"(?!git@)[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+"
     # Endings in use for mail; `a@b.shape` and `icon@2x.png` are no addresses.
     r"(?:[A-Za-z]{2}|com|org|net|edu|gov|mil|int|info|biz|name|dev|app|tech|cloud|online|site|email|mail|works"
     r"|company|agency|studio|world|systems|software|engineering|science|blog|page|xyz|pro|museum|local|example)"
@@ -249,6 +250,6 @@ EMAIL = re.compile(
 )
 
 HOME = re.compile(
-    r"(?<![\w.~-])(?:/(?:Users|home)/(?P<unix>[A-Za-z0-9._-]*[A-Za-z0-9_])(?P<slash>(?=/))?"
+    r"(?:(?<![\w.~-])|(?<=\\[nrt]))(?:/(?:Users|home)/(?P<unix>[A-Za-z0-9._-]*[A-Za-z0-9_])(?P<slash>(?=/))?"
     r"|[A-Za-z]:(?:\\\\|\\|/)Users(?:\\\\|\\|/)(?P<windows>[A-Za-z0-9._-]+))"
 )

@@ -108,6 +108,15 @@ def test_secrets_inside_json_text_inside_arguments() -> None:
     assert "MIIEpAIB" not in text
 
 
+def test_behind_an_escaped_newline() -> None:
+    text = json.dumps(
+        {"log": f"a\nanna@example.com\n/Users/anna/x\n{SECRETS['aws-access-key']}\t{SECRETS['github-token']}"}
+    )
+    assert json.loads(Redactor().text(text)) == {
+        "log": "a\n[REDACTED:email]\n~/x\n[REDACTED:aws-access-key]\t[REDACTED:github-token]"
+    }
+
+
 def test_an_argument_named_like_a_secret_is_one() -> None:
     assert Redactor().value({"password": "hunter2hunter2", "path": "a.py"}) == {
         "password": "[REDACTED:password-field]",
