@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from instep.errors import InputError
 
@@ -31,6 +34,11 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _explain(error, path) from error
+    except SafetensorError as error:  # its writer wraps the system's error in text: "… (os error 28)"
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise _explain(OSError(int(number[1]), str(error)), path) from error
 
 
 def sync_folder(folder: Path) -> None:
