@@ -128,8 +128,8 @@ class TorchEngine:
             master.copy_(parameter.data)
             if dtype == torch.float32:
                 parameter.data = master
-            self._trainables.follow(name, parameter)
             parameter.requires_grad_(True)
+            self._trainables.follow(name, parameter)
         self.choices["full"] = (
             f"16 bytes a parameter for float32 masters, gradient and moments, weights in {dtype}"
         )

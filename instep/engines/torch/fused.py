@@ -148,7 +148,7 @@ def _fuse_attention(module: Any) -> None:
         q, k = _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)
         # A copy of v, so that the product's own output (q and k before rotation) can be freed.
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v.contiguous()))
-        output, _weights = attend(module, q, k, v, None, *settings, plan)
+        output, _weights = attend(module, q, k, v, None, *settings, plan=plan)
         return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
     module.forward = forward
