@@ -43,7 +43,7 @@ def make(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # biases and norms start at constants: random ones show more mistakes
-        for name, parameter in model.named_parameters():
+        for _, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     target = folder / family
