@@ -10,7 +10,7 @@ import sys
 import typer
 
 from instep import __version__
-from instep.cli import data, grpo, quickstart, sft
+from instep.cli import data, evaluate, grpo, quickstart, sft
 from instep.errors import InputError, TrainingError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.add_typer(data.app, name="data")
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
 app.command("grpo")(grpo.grpo)
+app.command("eval")(evaluate.evaluate)
 
 
 def _version(show: bool) -> None:

@@ -77,6 +77,9 @@ class ConsoleListener:
             )
             return
         left = "" if remaining_seconds is None else f"  {duration(remaining_seconds)} left"
+        if record["kind"] == "evaluation":
+            self._evaluated(record, left)
+            return
         text = _figures(record) + left
         if self._bar:
             seconds = record["seconds"]
@@ -93,6 +96,15 @@ class ConsoleListener:
         if not self._bar and time.monotonic() - self._last_line >= QUIET_SECONDS:
             self._last_line = time.monotonic()
             self.console.print(f"  step {record['step']:>5}  {text}", markup=False, soft_wrap=True)
+
+    def _evaluated(self, record: dict[str, Any], left: str) -> None:
+        name, done, total = f"{record['model']}, {record['mode']}", record["done"], record["total"]
+        text = f"{done} of {total} completions  accuracy so far {record['accuracy']:.1%}{left}"
+        if self._bar:
+            self._bar.update(self._task, description=name, completed=done, total=total, detail=text)
+        elif time.monotonic() - self._last_line >= QUIET_SECONDS:
+            self._last_line = time.monotonic()
+            self.console.print(f"  {name}: {text}", markup=False, soft_wrap=True)
 
 
 def _figures(record: dict[str, Any]) -> str:

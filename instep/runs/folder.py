@@ -15,6 +15,8 @@ from instep.errors import InputError
 from instep.files import settle_folder, write_atomically, writing
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.toml", "metrics.jsonl", "summary.json", ".lock"
+STAGES = "stages.toml"
+"""In a folder of several runs, in place of `config.toml`: the resolved settings of every stage."""
 
 
 def default_folder(model: str) -> Path:
