@@ -18,6 +18,7 @@ _NONCHARACTERS = [
     *(plane << 16 | low for plane in range(1, 17) for low in (0xFFFE, 0xFFFF)),
 ]
 _ANY_NONCHARACTER = re.compile("[" + "".join(map(chr, _NONCHARACTERS)) + "]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ORDINAL_BASE = 0xF0000
 _ORDINAL_DIGITS = 60_000
 
@@ -46,7 +47,9 @@ class Marks:
         self._shield_of: dict[str, str] = {}
 
     def shield(self, text: str) -> str:
-        """The text, as long as before, with the first character of each look-alike replaced."""
+        """The text, as long as before, with the first character of each look-alike replaced, and halves of
+        surrogate pairs, which no tokenizer takes, by U+FFFD."""
+        text = _LONE_SURROGATE.sub("\ufffd", text)
         while self._control.search(text):
             text = self._control.sub(lambda match: self._shielded(match[0][0]) + match[0][1:], text)
         return text

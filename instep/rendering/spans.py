@@ -53,15 +53,17 @@ class Supervised:
     message: int
 
 
-def productions(rendering: Rendering, turns: Sequence[Turn], dialect: Dialect) -> list[Production]:
-    """The assistant turns that show something and are framed as the template's layout says, in order.
+def productions(
+    rendering: Rendering, turns: Sequence[Turn], dialect: Dialect, only: int | None = None
+) -> list[Production]:
+    """The assistant turns (or only one) that show something and are framed as the layout says, in order.
 
     Look-alikes are shielded, so the first stop token after a turn's fields is its own.
     """
     fields: dict[int, list[Item]] = {}
     for item in rendering.items:
         turn = rendering.owner(item).turn
-        if turns[turn].role == "assistant":
+        if turns[turn].role == "assistant" and only in (None, turn):
             fields.setdefault(turn, []).append(item)
     found = []
     for turn, items in fields.items():

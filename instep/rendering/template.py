@@ -14,9 +14,10 @@ the generation prompt through the end-of-turn token. Three rules keep training e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from instep.rendering.spans import Places, Production, Rendering, places, produc
 from instep.rendering.tokenizer import PieceEncoder, added_tokens, special_tokens
 from instep.rendering.turns import Owner, Turn, dress, map_texts, shape, texts_of
 
+Result = TypeVar("Result")
+T = TypeVar("T")
 _CHECKED_TURNS = 6
 """Turns per conversation whose prompt is rendered on its own and compared with the whole."""
 _CHARACTERS_PER_TOKEN = 16
@@ -38,7 +41,8 @@ _CHARACTERS_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation of T tokens. `weight[t]` is the loss weight of predicting `tokens[t]`."""
+    """A rendered conversation of T tokens, up to its last supervised one. `weight[t]` is the loss weight of
+    predicting `tokens[t]`."""
 
     tokens: np.ndarray
     """int32 [T]"""
@@ -108,36 +112,13 @@ class Renderer:
         and the head. An assistant turn that shows nothing (no text, no call) is not supervised. Raises
         InputError where the template fails on the conversation.
         """
-        native = self._shape(conversation, self.dialect)
-        try:
-            return self._render(native, context_tokens)
-        except Unrenderable as error:
-            if self.dialect.tools == "native":
-                try:
-                    return self._render(self._shape(conversation, self._all_inline()), context_tokens)
-                except Unrenderable:
-                    pass  # the first reason is the one to report
-            raise InputError(
-                f"conversation {conversation.id}: the chat template fails on it ({error}); leave it out"
-            ) from error
+        return self._with_way_out(conversation, lambda shaped: self._render(shaped, context_tokens))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """Token ids int32 [P] of the messages and the generation prompt: what training tokens of the same
         conversation begin with."""
-        shaped = self._shape(Conversation("prompt", tuple(messages), tuple(tools)), self.dialect)
-        thinking = self.include_reasoning and self.dialect.reasoning_key is not None
-        try:
-            count = len(shaped.turns)
-            plain = self._prompt(shaped, count, thinking)
-            marked = self._template.render(
-                shaped.wrapped, shaped.tools, generation=True, options=self._options(shaped, thinking)
-            )
-        except Unrenderable as error:
-            raise InputError(f"the chat template fails on these messages ({error})") from error
-        text, items = shaped.marks.read(marked)
-        rendering = Rendering(plain, tuple(items) if text.startswith(plain) else (), shaped.owners)
-        cuts = [cut for one in productions(rendering, shaped.turns, shaped.dialect) for cut in one.cuts]
-        return self._encoder.encode(plain, shaped.marks.unshield(plain), cuts)[0]
+        conversation = Conversation("prompt", tuple(messages), tuple(tools))
+        return self._with_way_out(conversation, self._prompt_tokens)
 
     def describe(self) -> dict[str, Any]:
         """How this template is used, for reports."""
@@ -152,10 +133,30 @@ class Renderer:
 
     # -- text ------------------------------------------------------------------------------------
 
-    def _all_inline(self) -> Dialect:
-        """For a conversation that the template's own way with tools fails on (Mistral: a user's message right
-        after a tool result)."""
-        return replace(self.dialect, tools="inline", results="user", alternate=True)
+    def _with_way_out(self, conversation: Conversation, work: Callable[[_Shaped], Result]) -> Result:
+        """Do the work in the template's dialect; with tools in the text where its own way with them fails on
+        this conversation (Mistral: a user's message right after a tool result)."""
+        try:
+            return work(self._shape(conversation, self.dialect))
+        except Unrenderable as error:
+            reason = str(error)
+        if self.dialect.tools == "native":
+            inline = replace(self.dialect, tools="inline", results="user", alternate=True)
+            with contextlib.suppress(Unrenderable):  # the first reason is the one to report
+                return work(self._shape(conversation, inline))
+        raise InputError(
+            f"conversation {conversation.id}: the chat template fails on it ({reason}); leave it out"
+        )
+
+    def _prompt_tokens(self, shaped: _Shaped) -> np.ndarray:
+        thinking = self.include_reasoning and self.dialect.reasoning_key is not None
+        plain = self._prompt(shaped, len(shaped.turns), thinking)
+        options = self._options(shaped, thinking)
+        marked = self._template.render(shaped.wrapped, shaped.tools, generation=True, options=options)
+        text, items = shaped.marks.read(marked)
+        rendering = Rendering(plain, tuple(items) if text.startswith(plain) else (), shaped.owners)
+        cuts = [cut for one in productions(rendering, shaped.turns, shaped.dialect) for cut in one.cuts]
+        return self._encoder.encode(plain, shaped.marks.unshield(plain), cuts)[0]
 
     def _shape(self, conversation: Conversation, dialect: Dialect) -> _Shaped:
         turns = shape(conversation.messages, conversation.tools, dialect, self.include_reasoning)
@@ -212,13 +213,10 @@ class Renderer:
     ) -> bool:
         """Whether the whole holds every turn as it is when it is answered (a few turns are rendered to see)."""
         shown = sum(turn.role == "assistant" and not turn.empty for turn in shaped.turns)
-        if len(found) != shown:
-            return False
-        picked = np.linspace(0, len(found) - 1, min(_CHECKED_TURNS, len(found))).round().astype(int).tolist()
-        return all(
+        return len(found) == shown and all(
             whole.text[: one.prompt_end] == self._prompt(shaped, one.turn, thinking)
             and self._plain(shaped, one.turn + 1, thinking).startswith(whole.text[: one.end])
-            for one in (found[index] for index in sorted(set(picked)))
+            for one in _some(found)
         )
 
     def _groups(self, shaped: _Shaped, readable: bool, context_tokens: int | None) -> list[Rendered]:
@@ -227,33 +225,39 @@ class Renderer:
         cache: dict[str, Any] = {}
         trained: list[Production] = []
         current: Rendering | None = None
-
-        def finish() -> None:
-            if current is not None:
-                found = productions(current, shaped.turns, shaped.dialect)
-                groups.append(self._tokenize(shaped, current, found, trained, context_tokens, cache))
-
-        for number in range(len(shaped.turns)):
-            if not shaped.wanted(number):
-                continue
-            rendering, production = self._one_turn(shaped, number, readable)
-            if current is None or not rendering.text.startswith(current.text[: trained[-1].end]):
-                finish()
+        wanted = [number for number in range(len(shaped.turns)) if shaped.wanted(number)]
+        checked = set(_some(wanted))
+        for number in wanted:
+            rendering, production = self._one_turn(shaped, number, readable, number in checked)
+            if current is not None and not rendering.text.startswith(current.text[: trained[-1].end]):
+                groups.append(self._tokenize(shaped, current, None, trained, context_tokens, cache))
                 trained = []
             trained.append(production)
             current = rendering
-        finish()
+        if current is not None:
+            groups.append(self._tokenize(shaped, current, None, trained, context_tokens, cache))
         return groups
 
-    def _one_turn(self, shaped: _Shaped, number: int, readable: bool) -> tuple[Rendering, Production]:
-        turn = shaped.turns[number]
-        thinking = bool(turn.reasoning)
-        prompt = self._prompt(shaped, number, thinking)
+    def _one_turn(
+        self, shaped: _Shaped, number: int, readable: bool, check: bool
+    ) -> tuple[Rendering, Production]:
+        """The conversation through this turn, as it was when it was answered, and what was produced in it."""
+        thinking = bool(shaped.turns[number].reasoning)
         if readable:
             rendering = self._marked(shaped, number + 1, thinking)
+            production = productions(rendering, shaped.turns, shaped.dialect, number)
+            if production:
+                text = rendering.text[: production[0].prompt_end]
+                if not check or text == self._prompt(shaped, number, thinking):
+                    return rendering, production[0]
         else:
             rendering = Rendering(self._plain(shaped, number + 1, thinking), (), shaped.owners)
-        text = rendering.text
+        return rendering, self._by_prompt(shaped, number, rendering, thinking)
+
+    def _by_prompt(self, shaped: _Shaped, number: int, rendering: Rendering, thinking: bool) -> Production:
+        """The production of the last turn rendered, found by rendering what was asked."""
+        turn, text = shaped.turns[number], rendering.text
+        prompt = self._prompt(shaped, number, thinking)
         layout = shaped.dialect.layout("reasoning" if thinking else "call" if turn.calls else "content")
         stop_start = text.rfind(layout.stop, len(prompt))
         if not text.startswith(prompt) or stop_start < 0:
@@ -265,9 +269,8 @@ class Renderer:
             if first > start and text[start:first].strip():
                 start = first
         items = tuple(item for item in rendering.items if rendering.owner(item).turn == number)
-        return rendering, Production(
-            number, len(prompt), start, stop_start, stop_start + len(layout.stop), items
-        )
+        end = stop_start + len(layout.stop)
+        return Production(number, len(prompt), start, stop_start, end, items)
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -275,12 +278,13 @@ class Renderer:
         self,
         shaped: _Shaped,
         rendering: Rendering,
-        found: Sequence[Production],
+        found: Sequence[Production] | None,
         trained: Sequence[Production],
         context_tokens: int | None,
         cache: dict[str, Any],
     ) -> Rendered:
         messages = shaped.conversation.messages
+        found = productions(rendering, shaped.turns, shaped.dialect) if found is None else found
         where = places(rendering, [*found, *trained], shaped.turns, messages, shaped.dialect, self._bos)
         skip = (where.head, where.head)
         if context_tokens is not None and trained:
@@ -304,6 +308,12 @@ class Renderer:
             int(np.searchsorted(first, where.head)),
             shaped.conversation.id,
         )
+
+
+def _some(everything: Sequence[T]) -> list[T]:
+    """At most `_CHECKED_TURNS`, the first and the last among them, evenly over the whole."""
+    picked = np.linspace(0, len(everything) - 1, min(_CHECKED_TURNS, len(everything))).round().astype(int)
+    return [everything[index] for index in dict.fromkeys(picked.tolist())]
 
 
 def _skipped(where: Places, keep_from: int) -> tuple[int, int]:

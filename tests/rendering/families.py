@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 SMOLLM2 = (
@@ -317,6 +327,7 @@ def make_tokenizer(family: Family) -> Any:
                 [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
             )
         backend.decoder = decoders.ByteLevel()
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
         trainer = trainers.BpeTrainer(
             vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )

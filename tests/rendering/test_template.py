@@ -329,6 +329,14 @@ def test_tool_ids_of_nine_letters_and_the_way_out_where_tools_break_alternation(
     )
     found = supervised_text(tokenizer, renderer.render(broken))
     assert found[4] == " three</s>" and "<tool_call>" in found[1]
+    prompt = renderer.prompt(broken.messages[:4], broken.tools)
+    assert renderer.render(broken)[0].tokens[: len(prompt)].tolist() == prompt.tolist()
+
+
+def test_half_a_surrogate_pair_is_no_trap() -> None:
+    messages = [user("cut \ud83d"), said("half \ud83d", call("p\udc00"))]
+    found = supervised_text(tokenizer_of("smollm2"), render("smollm2", *messages, tools=(READ,)))
+    assert found[1].startswith("half \ufffd\n<tool_call>") and "p\\udc00" not in found[1]
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -357,6 +365,10 @@ def chatml(content: str, prompt: str = _PROMPT, body: str = _BODY) -> Family:
                 "message.content", prompt="{% if add_generation_prompt %}{{ '<|im_start|>bot\n' }}{% endif %}"
             ),
             "generation prompt",
+        ),
+        (
+            chatml("message.content", prompt=_PROMPT.replace("\n'", "\n' + '!' * (messages | length > 6)")),
+            "fails",
         ),
         (chatml("message.text.strip()"), "fails on a plain user and assistant conversation"),
     ],

@@ -82,7 +82,7 @@ def test_a_turn_longer_than_a_window_is_split_with_context() -> None:
 
 def test_context_starts_with_a_message_where_one_is_near() -> None:
     rendered = conversation(0, [(30, 10)] * 20)
-    for sample in windows(rendered, 120, 40)[1:]:
+    for sample in windows(rendered, 120, 36)[1:]:
         assert rendered.message[sample.tokens[0]] != rendered.message[sample.tokens[0] - 1]
     for sample in windows(conversation(0, [(100, 10)] * 5), 120, 40)[1:]:
         assert np.flatnonzero(sample.weight)[0] == 40, "no message starts near: the floor itself"
