@@ -6,6 +6,7 @@ that the float copy of the weights is gone from memory when training starts. Pri
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -27,10 +28,13 @@ def convert(gguf: str, folder: str, max_perplexity: float, split_digits: bool) -
     the loader does not know: it splits as GPT-2 does. Raises ValueError where the perplexity of `ENGLISH`
     is not below `max_perplexity`: the conversion is wrong.
     """
+    import gguf as gguf_package
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    # Config, tokenizer and weights each read the whole file anew, 50,000 Python objects at a time.
+    gguf_package.GGUFReader = functools.cache(gguf_package.GGUFReader)
     source = {"pretrained_model_name_or_path": str(Path(gguf).parent), "gguf_file": Path(gguf).name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
