@@ -46,7 +46,7 @@ def load_settings(
             put(tree, name, value)
     where = source or "the command line"
     settings = validate(kind, tree, where)
-    for unused, reason in unused_settings(tree):
+    for unused, reason in unused_settings(kind, tree):
         raise InputError(f"{where}: {unused} is set but would not be used: {reason}; remove one of them")
     return settings
 
@@ -62,19 +62,38 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def unused_settings(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings given by the user that another one given with them makes meaningless: (name, reason)."""
+def unused_settings(kind: type[Settings], tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Settings given by the user that another one given with them makes meaningless: (name, reason).
+
+    One that is given its default is let pass: a run's own config.toml holds every setting.
+    """
     given = dict(_flatten(tree))
+    for name, reason in _meaningless(given):
+        if name in given and given[name] != _default(kind, name):
+            yield name, reason
+
+
+def _meaningless(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if given.get("adapter.kind") == "full":
         for name in ("adapter.rank", "adapter.alpha", "adapter.target_modules"):
-            if name in given:
-                yield name, "adapter.kind is 'full'"
-    if "data.validation_path" in given and "data.validation_share" in given:
+            yield name, "adapter.kind is 'full'"
+    if "data.validation_path" in given:
         yield "data.validation_share", "data.validation_path is set"
-    if "temperature" in given and not given.get("samples"):
+    if not given.get("samples"):
         yield "temperature", "samples is 0"
-    if given.get("optimizer.schedule") == "constant" and "optimizer.final_share" in given:
+    if given.get("optimizer.schedule") == "constant":
         yield "optimizer.final_share", "optimizer.schedule is 'constant'"
+
+
+def _default(kind: type[BaseModel], name: str) -> Any:
+    """The default of a dotted name, as TOML would have it."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        inner = kind.model_fields[parent].annotation
+        assert isinstance(inner, type) and issubclass(inner, BaseModel)
+        kind = inner
+    default = kind.model_fields[last].default
+    return list(default) if isinstance(default, tuple) else default
 
 
 def dump_settings(settings: Settings) -> str:

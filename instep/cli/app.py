@@ -10,7 +10,7 @@ import sys
 import typer
 
 from instep import __version__
-from instep.cli import data, evaluate, grpo, quickstart, sft
+from instep.cli import data, evaluate, grpo, quickstart, sft, stages
 from instep.errors import InputError, TrainingError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
 app.command("grpo")(grpo.grpo)
 app.command("eval")(evaluate.evaluate)
+app.command("run")(stages.run_file)
 
 
 def _version(show: bool) -> None:

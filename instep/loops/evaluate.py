@@ -92,10 +92,10 @@ def run_evaluation(settings: EvaluationSettings, listener: Listener) -> Evaluati
         began = time.perf_counter()
         with StopFlag() as stop:
             try:
-                judged = _measure(settings, subject, engine, adapters, listener, stop)
+                judged = measure(settings, subject, engine, adapters, listener, stop)
             except Stopped:
                 return None
-        return _evaluation(settings, subject, report, judged, time.perf_counter() - began)
+        return conclude(settings, subject, report, judged, time.perf_counter() - began)
     finally:
         subject.rewards.close()
 
@@ -127,7 +127,7 @@ def _passes(settings: EvaluationSettings, adapters: dict[str, EngineState]) -> I
             yield _Pass(name, "sampled", settings.samples, settings.temperature, state)
 
 
-def _measure(
+def measure(
     settings: EvaluationSettings,
     subject: Subject,
     engine: Engine,
@@ -208,7 +208,7 @@ def judge(rewards: Rewards, pairs: Sequence[tuple[Task, Rollout]]) -> list[Outco
     return outcomes
 
 
-def _evaluation(
+def conclude(
     settings: EvaluationSettings,
     subject: Subject,
     report: LoadReport,

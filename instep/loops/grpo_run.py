@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from instep import engines, models
 from instep.config import GrpoSettings
 from instep.engines.base import LoadReport
+from instep.errors import InputError, TrainingError
 from instep.loops.grpo import GrpoData, GrpoLoop
 from instep.loops.listener import Listener, StopFlag
 from instep.loops.prompts import check_prompts, prompt_renderer
 from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
+from instep.records import Rollout, StopReason
 from instep.rewards import Rewards
 from instep.runs.checkpoint import Progress
 from instep.runs.folder import RunFolder, refuse_existing
-from instep.tasks import Tasks, load_tasks, tags_of
+from instep.tasks import Tags, Task, Tasks, demonstration, load_tasks, tags_of
 
 PROMPTS_CHECKED = 64
 """Prompts whose length is checked against the model's context before the weights load."""
+TASKS_TRIED = 3
+"""Worked answers that every reward is tried on before the weights load."""
 
 
 def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -> dict[str, Any]:
@@ -61,6 +67,7 @@ def prepare(settings: GrpoSettings) -> Iterator[tuple[GrpoData, Path]]:
         renderer = prompt_renderer(folder)
         checked = [*tasks.train.take(PROMPTS_CHECKED), *tasks.test.take(PROMPTS_CHECKED)]
         check_prompts(checked, renderer, folder, new_tokens, tags)
+        try_rewards(rewards, tasks.train.take(TASKS_TRIED), tags)
         yield GrpoData(tasks, renderer, rewards), folder
 
 
@@ -87,6 +94,22 @@ def _train(
     }
     run.write_summary(summary)
     return summary
+
+
+def try_rewards(rewards: Rewards, tasks: Sequence[Task], tags: Tags) -> None:
+    """Score worked answers, so that a reward that cannot work is found before the weights load.
+
+    Raises InputError with what went wrong: an exception, a result of the wrong length or type.
+    """
+    texts = [demonstration(task, tags).messages[-1].content if task.answer else "" for task in tasks]
+    rollouts = [
+        Rollout(np.zeros(1, np.int32), np.zeros(1, np.float32), StopReason.END_OF_TURN, text)
+        for text in texts
+    ]
+    try:
+        rewards.score(tasks, rollouts)
+    except TrainingError as error:
+        raise InputError(f"tried on the answers of {len(tasks)} training tasks: {error}") from error
 
 
 def task_fingerprint(tasks: Tasks) -> str:
