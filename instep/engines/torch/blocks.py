@@ -157,6 +157,8 @@ class _BlockAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        # The flash kernel reads the last axis as contiguous, whatever its stride.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         output, lse = _forward(q.unflatten(1, (k.shape[1], -1)), k, v, tiles, scale, window)
         output = output.flatten(1, 2)
         ctx.save_for_backward(q, k, v, output, lse)

@@ -123,6 +123,13 @@ def _fuse_mlp(module: Any) -> None:
         if not (wide.enabled or down.enabled):
             masters = []
         rows = x.reshape(-1, x.shape[-1])
+        if not torch.is_grad_enabled():
+            both = wide.infer(rows)
+            gate, up = wide.part(both, 0), wide.part(both, 1)
+            inner = (nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)).mul_(
+                up
+            )
+            return down.infer(inner).reshape(x.shape)
         return _GatedMlp.apply(rows, wide, down, gelu, *masters).view(x.shape)  # type: ignore[union-attr]
 
     module.forward = forward

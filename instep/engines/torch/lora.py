@@ -13,6 +13,8 @@ from instep.adapters import lora_a_name, lora_b_name
 from instep.engines.torch.optimizer import Trainables
 from instep.errors import InputError
 
+NARROW = 64  # rows up to which W·xᵀ is quicker on a CPU than x·Wᵀ (measured: 0.49 against 0.70 ms at 16 rows)
+
 
 class LoraLinear(nn.Module):
     """A frozen linear layer with an adapter. `enabled` off gives the base layer: the reference model.
@@ -31,6 +33,7 @@ class LoraLinear(nn.Module):
         self.b = trainables.view(trainables.copy, lora_b_name(name))
         self.scale = scale
         self.enabled = True
+        self.trainables = trainables
         self._product: SharedInput | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,6 +70,7 @@ class SharedInput:
         self.adapted = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, LoraLinear)]
         self.masters = [m for _, layer in self.adapted for m in (layer.lora_a, layer.lora_b)]
         self.stacked = self._stack([layer.a for _, layer in self.adapted])
+        self._diagonal: tuple[int, torch.Tensor] | None = None
 
     @staticmethod
     def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -119,10 +123,43 @@ class SharedInput:
             grads += [(grad_low.t() @ rows).float(), (t.t() @ part).float().mul_(layer.scale).t()]
         return grad_rows, grads
 
+    def _block_diagonal(self) -> torch.Tensor:
+        """All B matrices as one [Σ out, Σ rank], kept until the masters change."""
+        version = self.adapted[0][1].trainables.version
+        if self._diagonal is None or self._diagonal[0] != version:
+            ranks = [layer.b.shape[1] for _, layer in self.adapted]
+            whole = self.weight.new_zeros(self.ends[-1], sum(ranks))
+            at = 0
+            for (i, layer), rank in zip(self.adapted, ranks, strict=True):
+                whole[self.ends[i] : self.ends[i + 1], at : at + rank] = layer.b
+                at += rank
+            self._diagonal = (version, whole)
+        return self._diagonal[1]
+
+    def infer(self, rows: torch.Tensor) -> torch.Tensor:
+        """What `forward` gives first, without gradient; for few rows on a CPU the transposed product."""
+        if rows.device.type != "cpu" or rows.shape[0] > NARROW:
+            return self.forward(rows)[0]
+        columns = rows.t()
+        y = (
+            self.weight @ columns
+            if self.bias is None
+            else torch.addmm(self.bias[:, None], self.weight, columns)
+        )
+        if self.enabled:
+            low = self.stacked @ columns if self.stacked is not None else torch.cat(self.low(rows), 1).t()
+            y.addmm_(self._block_diagonal(), low, alpha=self.adapted[0][1].scale)
+        return y.t()
+
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """x [..., in] → one output [..., out] for each layer."""
-        y = _Product.apply(x.reshape(-1, x.shape[-1]), self, *(self.masters if self.enabled else ()))
-        outputs = y if isinstance(y, tuple) else (y,)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            y = _Product.apply(rows, self, *(self.masters if self.enabled else ()))
+            outputs = y if isinstance(y, tuple) else (y,)
+        else:
+            together = self.infer(rows)
+            outputs = tuple(self.part(together, i) for i in range(len(self.layers)))
         return tuple(part.unflatten(0, x.shape[:-1]) for part in outputs)
 
 

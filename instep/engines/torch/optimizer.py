@@ -39,6 +39,8 @@ class Trainables:
         )
         self.followers: dict[str, nn.Parameter] = {}
         self.step = 0
+        self.version = 0
+        """Counts the changes of the masters."""
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         start = self.offsets[name]
@@ -65,6 +67,7 @@ class Trainables:
 
     def refresh(self) -> None:
         """Bring the compute copy, and parameters in another type, up to date with the masters."""
+        self.version += 1
         for name, parameter in self.followers.items():
             if parameter.dtype != torch.float32:
                 parameter.data.copy_(self.view(self.master, name))
