@@ -151,7 +151,10 @@ def count_tokens(
 
     folder = Path(model) if Path(model).is_dir() else resolve(model)
     renderer = Renderer(load_tokenizer(folder), include_reasoning)
-    rendered = [one for conversation in conversations for one in renderer.render(conversation)]
+    # Only the counts are wanted: a template that rewrites earlier turns need not repeat a whole history.
+    rendered = [
+        one for conversation in conversations for one in renderer.render(conversation, context_tokens=0)
+    ]
     report.tokens = sum(len(one.tokens) for one in rendered)
     report.supervised_tokens = sum(int((one.weight > 0).sum()) for one in rendered)
 

@@ -20,7 +20,7 @@ from instep import models, sessions
 from instep.batching import Order, fingerprint, make_order
 from instep.config import SftSettings
 from instep.errors import InputError
-from instep.plan import choose_row_length
+from instep.plan import LONGEST_BY_CHOICE, choose_row_length
 from instep.records import Conversation, Sample, StopReason
 from instep.rendering.template import Rendered, Renderer
 from instep.rendering.tokenizer import load_tokenizer
@@ -44,6 +44,8 @@ class SftData:
     row_length: int
     fingerprint: str
     choices: dict[str, str]
+    read: dict[str, Any] | None = None
+    """The report of reading `data.path`: what was quarantined, redacted and left out before any conversation."""
 
     def report(self) -> dict[str, Any]:
         """The dry run's object: one entry per split, and the choices with their reasons."""
@@ -54,6 +56,7 @@ class SftData:
             "steps_per_epoch": self.order.steps_per_epoch,
             "fingerprint": self.fingerprint,
             "choices": self.choices,
+            "read": self.read,
         }
 
 
@@ -69,19 +72,24 @@ class _Part:
 def prepare(settings: SftSettings) -> SftData:
     """Read, render, split, cut and pack. Raises InputError where nothing is left to train on."""
     folder = models.resolve(settings.model.path, settings.model.revision)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    context = _context(settings, config)
     renderer = Renderer(load_tokenizer(folder), settings.rendering.include_reasoning)
-    conversations, where = _training_conversations(settings)
-    train = _render(renderer, conversations, where)
+    conversations, where, read = _training_conversations(settings)
+    # A template that rewrites earlier turns gives one rendering a turn: no longer than a window can be.
+    reach = settings.rendering.max_length or min(context, LONGEST_BY_CHOICE)
+    train = _render(renderer, conversations, where, reach)
     if settings.data.validation_path:
         path = settings.data.validation_path
-        validation = _render(renderer, sessions.load(path)[0], path)
+        validation = _render(renderer, sessions.load(path)[0], path, reach)
         how = f"held out: {path}"
     else:
         train, validation, how = hold_out(train, settings.data.validation_share, settings.seed)
     longest = max((len(r.tokens) for part in train + validation for r in part.rendered), default=0)
-    row_length, reason = _row_length(settings, folder, longest)
-    context = settings.rendering.min_context
-    min_context = row_length // 4 if context is None else context
+    row_length, reason = _row_length(settings, config, longest, context)
+    min_context = settings.rendering.min_context
+    min_context = row_length // 4 if min_context is None else min_context
     if min_context >= row_length:
         raise InputError(
             f"rendering.min_context ({min_context}) leaves no room for new tokens in windows of {row_length}: "
@@ -104,46 +112,54 @@ def prepare(settings: SftSettings) -> SftData:
         row_length=row_length,
         fingerprint=fingerprint([*train_samples, *validation_samples]),
         choices={"row length": reason, "validation": how, "context": f"at least {min_context} tokens"},
+        read=read,
     )
 
 
-def _training_conversations(settings: SftSettings) -> tuple[list[Conversation], str]:
-    """What is trained on, and where it comes from."""
+def _training_conversations(settings: SftSettings) -> tuple[list[Conversation], str, dict[str, Any] | None]:
+    """What is trained on, where it comes from, and what reading it left out."""
     count, path = settings.data.demonstrations, settings.data.path
     if count and settings.task:
         tags = tags_of(settings.task)
         tasks = load_tasks(settings.task, settings.seed).train
-        return [demonstration(task, tags) for task in tasks.take(count)], tasks.name
+        return [demonstration(task, tags) for task in tasks.take(count)], tasks.name, None
     if not path:
         raise InputError("no data: give --data with conversations, session files or a folder of them")
-    return sessions.load(path)[0], path
+    found, report = sessions.load(path)
+    return found, path, report.as_dict()
 
 
-def _render(renderer: Renderer, conversations: Sequence[Conversation], where: str) -> list[_Part]:
+def _render(
+    renderer: Renderer, conversations: Sequence[Conversation], where: str, context: int
+) -> list[_Part]:
     parts = []
     for conversation in conversations:
         turns = frozenset(i for i, m in enumerate(conversation.messages) if m.role == "assistant")
-        parts.append(_Part(conversation, list(renderer.render(conversation)), turns))
+        parts.append(_Part(conversation, renderer.render(conversation, context), turns))
     if not parts:
         raise InputError(f"{where}: no conversation found; see `instep data report`")
     return parts
 
 
-def _row_length(settings: SftSettings, folder: Path, longest: int) -> tuple[int, str]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+def _context(settings: SftSettings, config: dict[str, Any]) -> int:
+    """The model's context in tokens. Raises InputError where a longer window is asked for."""
     limit = int(config.get("max_position_embeddings") or 2**31)
-    wanted = settings.rendering.max_length
-    if wanted > limit:
+    if settings.rendering.max_length > limit:
         raise InputError(
-            f"rendering.max_length = {wanted} is beyond the model's context of {limit} tokens: lower it"
+            f"rendering.max_length = {settings.rendering.max_length} is beyond the model's context of {limit} "
+            "tokens: lower it"
         )
+    return limit
+
+
+def _row_length(settings: SftSettings, config: dict[str, Any], longest: int, context: int) -> tuple[int, str]:
+    wanted = settings.rendering.max_length
     if wanted:
         return wanted, f"{wanted}: asked for"
     return choose_row_length(
         config,
         longest,
-        limit,
+        context,
         available_bytes=psutil.virtual_memory().available,
         rows=settings.rows_per_batch,
         checkpointing=settings.model.gradient_checkpointing,
@@ -161,10 +177,7 @@ def hold_out(parts: list[_Part], share: float, seed: int) -> tuple[list[_Part], 
     for part in parts:
         groups.setdefault(_session(part.conversation), []).append(part)
     if len(groups) == 1:
-        cut = [_cut_last(part, share) for part in parts]
-        train = [a for a, _ in cut if a.rendered]
-        validation = [b for _, b in cut if b.rendered]
-        return train, validation, f"the last {share:.0%} of the only session"
+        return (*_cut_session(parts, share), f"the last {share:.0%} of the only session")
     # By a hash of the session's name, so that adding a session moves no other one across.
     names = sorted(groups, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest())
     goal = share * sum(_supervised(p) for p in parts)
@@ -186,6 +199,25 @@ def _session(conversation: Conversation) -> str:
 
 def _supervised(part: _Part) -> float:
     return float(sum((r.weight > 0).sum() for r in part.rendered))
+
+
+def _cut_session(parts: list[_Part], share: float) -> tuple[list[_Part], list[_Part]]:
+    """The conversations of one session, in their order (a compaction begins a new one), cut once: later ones
+    may repeat earlier messages as context, so that nothing before the cut is held out."""
+    goal = share * sum(_supervised(part) for part in parts)
+    train, validation = list(parts), []
+    while train and goal > 0:
+        part = train.pop()
+        size = _supervised(part)
+        if size <= goal and train:
+            validation.insert(0, part)
+        else:
+            first, last = _cut_last(part, goal / size if size else 0.0)
+            train += [first] if first.rendered else []
+            validation = ([last] if last.rendered else []) + validation
+            break
+        goal -= size
+    return train, validation
 
 
 def _cut_last(part: _Part, share: float) -> tuple[_Part, _Part]:
