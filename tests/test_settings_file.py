@@ -68,7 +68,11 @@ def test_files_that_cannot_be_settings(tmp_path: Path) -> None:
     broken, binary = tmp_path / "broken.toml", tmp_path / "binary.toml"
     broken.write_text("seed = = 1")
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, message in ((broken, "not valid TOML"), (binary, "cannot be read"), (tmp_path, "cannot be read")):
+    for path, message in (
+        (broken, "not valid TOML"),
+        (binary, "cannot be read"),
+        (tmp_path, "cannot be read"),
+    ):
         with pytest.raises(InputError, match=message):
             load_settings(SftSettings, str(path))
     with pytest.raises(InputError, match="not found"):

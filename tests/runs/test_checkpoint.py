@@ -120,7 +120,7 @@ def test_a_process_killed_at_any_moment_leaves_the_old_or_the_new_folder(
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log._file.close()
-    log._file = Path("/dev/full").open("a")
+    log._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(InputError, match="no space left"):
         log.write({"step": 1})
 
