@@ -97,7 +97,7 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """See design: forward_backward adds to the gradient and returns sums; optim_step divides, clips, updates, zeroes."""
+    """forward_backward adds to the gradient and returns sums; optim_step divides, clips, updates and zeroes."""
 
     name: str
 
