@@ -110,18 +110,24 @@ def tell_result(result: dict[str, Any]) -> None:
         for model, modes in result["results"].items()
         for mode, metrics in modes.items()
     }
-    table = Table(f"{result['split']}, {result['tasks']} tasks", *columns)
+    table = Table(title=f"{result['split']}, {result['tasks']} tasks", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    high = f"{result['split']} accuracy_high"
     names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
     for name in names:
         short = name.removeprefix(f"{result['split']} ")
+        if short == "accuracy_low":
+            cells = (f"{m[name]:.1%} – {m[high]:.1%}" for m in columns.values())
+            table.add_row(f"  {result['confidence']:.0%} interval", *cells)
         if short in ("accuracy_low", "accuracy_high"):
             continue
         table.add_row(name.replace("_", " "), *(_cell(metrics, name, short) for metrics in columns.values()))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
-        f"accuracy with its {result['confidence']:.0%} interval (Wilson); {duration(result['seconds'])} on "
-        f"{result['device']} in {result['precision']}",
+        f"Wilson intervals; {duration(result['seconds'])} on {result['device']} in {result['precision']}",
         markup=False,
     )
     if result["comparison_timeouts"]:
@@ -136,6 +142,4 @@ def _cell(metrics: Mapping[str, float], name: str, short: str) -> str:
     if name not in metrics:
         return "–"
     value = metrics[name]
-    if short == "accuracy":
-        return f"{value:.1%}  [{metrics[f'{name}_low']:.1%}, {metrics[f'{name}_high']:.1%}]"
     return f"{value:.1%}" if short in SHARES or "_at_" in short else f"{value:.1f}"
