@@ -111,7 +111,7 @@ def tell_result(result: dict[str, Any]) -> None:
         for mode, metrics in modes.items()
     }
     table = Table(title=f"{result['split']}, {result['tasks']} tasks", title_justify="left")
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     high = f"{result['split']} accuracy_high"
@@ -119,7 +119,7 @@ def tell_result(result: dict[str, Any]) -> None:
     for name in names:
         short = name.removeprefix(f"{result['split']} ")
         if short == "accuracy_low":
-            cells = (f"{m[name]:.1%} – {m[high]:.1%}" for m in columns.values())
+            cells = (f"{m[name] * 100:.1f}–{m[high]:.1%}" for m in columns.values())
             table.add_row(f"  {result['confidence']:.0%} interval", *cells)
         if short in ("accuracy_low", "accuracy_high"):
             continue
