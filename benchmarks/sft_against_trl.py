@@ -82,7 +82,7 @@ class Bench:
 def verdict(name: str, value: float, limit: float, at_most: bool) -> str:
     met = value <= limit if at_most else value >= limit
     target = f"{'at most' if at_most else 'at least'} {limit:g}"
-    return f"{name}: {value:.2f} (target {target}: {'met' if met else 'MISSED'})"
+    return f"{name}: {value:.3f} (target {target}: {'met' if met else 'MISSED'})"
 
 
 # -- part 1: identical rows -------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def identical_rows(bench: Bench, steps: int, repeats: int) -> Part:
     )
     tokens, supervised = sum(len(r.tokens) for r in rows), sum(r.supervised_tokens for r in rows)
     part.remarks.append(
-        f"{len(rows)} rows, {tokens:,} tokens, {supervised / tokens:.0%} supervised; {repeats} runs a side, "
+        f"{len(rows)} rows, {tokens:,} tokens, {supervised / tokens:.0%} supervised; {repeats} run(s) a side, "
         f"{steps} steps of {bench.rows_per_step} rows each, the first {WARM_UP_STEPS} left out; medians, highest peak"
     )
     for checkpointing in (False, True):
