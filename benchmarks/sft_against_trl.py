@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -208,6 +209,8 @@ def equal_time(bench: Bench, minutes: float, max_length: int, held_out_share: fl
             adapter=str(bench.work / f"adapter-{side}"),
         )
         runs[side] = bench.run(side, job)
+        if not runs[side]["adapter_steps"]:
+            raise RuntimeError(f"no update of {side} ended within {minutes:g} minutes: give more --minutes")
     job = bench.job(
         task="evaluate",
         rows=str(held_out),
@@ -353,6 +356,8 @@ def command_line() -> str:
 
 
 def main() -> None:
+    # So that a driver that is told to end takes its worker with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = arguments()
     python = harness.peer_python(wanted.work, harness.PEERS / "requirements-trl.txt")
     bench = Bench(
