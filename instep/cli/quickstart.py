@@ -56,8 +56,8 @@ def quickstart(
         summary = run_sft(settings, listener)
         sample = None
         if summary["finished"]:
-            listener.note("one answer to a held-out request, before and after")
-            sample = compare(settings, folder, Path(summary["folder"]) / "adapter", first_request(data))
+            listener.note("what the model says to a held-out request, before and after")
+            sample = compare(settings, folder, Path(summary["folder"]) / "adapter", sample_request(data))
     summary |= {
         "report": report.as_dict(),
         "sample": sample,
@@ -77,19 +77,19 @@ def shipped_sessions() -> Path:
     return Path(str(resources.files("instep") / "quickstart_data"))
 
 
-def first_request(data: Path) -> Conversation:
-    """The shortest held-out conversation, cut before the assistant's first word."""
+def sample_request(data: Path) -> Conversation:
+    """The shortest held-out conversation, cut before the assistant's second turn: it has looked at the files."""
     from dataclasses import replace
 
     from instep import sessions
 
     conversation = min(sessions.load(data / "held_out")[0], key=lambda one: len(one.messages))
-    first = next(i for i, message in enumerate(conversation.messages) if message.role == "assistant")
-    return replace(conversation, messages=conversation.messages[:first])
+    turns = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+    return replace(conversation, messages=conversation.messages[: turns[1]])
 
 
 def compare(settings: SftSettings, folder: Path, adapter: Path, request: Conversation) -> dict[str, str]:
-    """The model's greedy answer to `request` without and with the adapter: prompt, before, after."""
+    """The model's greedy next turn in `request` without and with the adapter: what was asked, before, after."""
     import numpy as np
 
     from instep import engines
@@ -112,16 +112,17 @@ def compare(settings: SftSettings, folder: Path, adapter: Path, request: Convers
     for name, with_adapter in (("before", False), ("after", True)):
         (rollout,) = engine.generate([prompt], 1, greedy, adapter=with_adapter)[0]
         answers[name] = tokenizer.decode(rollout.tokens, skip_special_tokens=True)
-    return {"prompt": request.messages[-1].content, **answers}
+    asked = next(message.content for message in request.messages if message.role == "user")
+    return {"prompt": asked, **answers}
 
 
 def next_commands(folder: Path) -> list[tuple[str, str]]:
     """(command, what it does) with the paths of this run."""
-    train = shipped_sessions() / "train"
+    run = folder.with_name(f"{folder.name}-mine")
     return [
-        (f"instep data show {train}", "what was trained, token by token, in colour"),
-        ("instep data build --from claude-code -o mine.jsonl", "your own sessions (or --from pi, codex)"),
-        (f"instep sft --config {folder / 'config.toml'} --data mine.jsonl", "train on them as here"),
+        (f"instep data show {shipped_sessions() / 'train'}", "what was trained, token by token"),
+        ("instep data build --from claude-code -o mine.jsonl", "your own sessions (or pi, codex)"),
+        (f"instep sft --data mine.jsonl --run {run}", "train on them"),
     ]
 
 
@@ -138,7 +139,7 @@ def _tell(summary: dict[str, Any]) -> None:
 
     say()
     if sample := summary["sample"]:
-        say(f"Held-out request: {sample['prompt']}", "bold")
+        say(f"Held-out request, the files already read: {sample['prompt']}", "bold")
         say("before:", "bold")
         say(sample["before"].strip())
         say("after:", "bold")

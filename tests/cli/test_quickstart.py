@@ -11,7 +11,7 @@ import pytest
 
 from instep import sessions
 from instep.adapters import initial_adapter, load_adapter, lora_b_name, save_adapter
-from instep.cli.quickstart import compare, first_request, next_commands, shipped_sessions
+from instep.cli.quickstart import compare, next_commands, sample_request, shipped_sessions
 from instep.config import AdapterSettings, ModelSettings, SftSettings
 from instep.engines.base import EngineState
 
@@ -37,9 +37,10 @@ def test_nothing_held_out_is_trained_on() -> None:
     assert all("agent" in text for text in shared), "only the system prompt may stand on both sides"
 
 
-def test_the_sample_request_ends_before_the_assistants_first_word() -> None:
-    request = first_request(shipped_sessions())
-    assert [message.role for message in request.messages] == ["system", "user"]
+def test_the_sample_request_ends_before_the_assistants_second_turn() -> None:
+    request = sample_request(shipped_sessions())
+    roles = [message.role for message in request.messages]
+    assert roles.count("assistant") == 1 and roles[-1] == "tool"
     assert request.tools
 
 
@@ -68,7 +69,7 @@ def test_before_and_after_are_the_model_without_and_with_the_adapter(
     """With B at zero both say the same; with a large B they differ, and `before` stays what it was."""
     adapter = AdapterSettings(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
     settings = SftSettings(engine="torch", model=ModelSettings(path=str(tiny_model), precision="float32"))
-    request = first_request(shipped_sessions())
+    request = sample_request(shipped_sessions())
 
     def answers(scale: float) -> dict[str, str]:
         shapes = {
@@ -87,7 +88,7 @@ def test_before_and_after_are_the_model_without_and_with_the_adapter(
 
     same, other = answers(0.0), answers(3.0)
     assert same["before"] == same["after"] == other["before"] != other["after"]
-    assert same["prompt"] == request.messages[-1].content
+    assert same["prompt"] == request.messages[1].content
 
 
 @pytest.mark.slow
@@ -111,9 +112,7 @@ def test_the_whole_way(smol: Path, instep: Callable[..., object], tmp_path: Path
     )
 
 
-def test_the_next_commands_name_real_paths() -> None:
-    commands = next_commands(Path("runs/x"))
-    assert len(commands) == 3
-    for word in commands[0][0].split():
-        if word.startswith("/"):
-            assert Path(word).exists()
+def test_the_next_commands_name_paths_that_can_be_used(tmp_path: Path) -> None:
+    show, _, train = (command.split() for command, _ in next_commands(tmp_path / "first"))
+    assert Path(show[-1]).is_dir()
+    assert not Path(train[-1]).exists() and Path(train[-1]).parent == tmp_path
