@@ -18,6 +18,7 @@ import instep
 from instep import settings_file
 from instep.config import GrpoSettings, SftSettings
 from instep.errors import InputError
+from instep.loops.stages import load_stages
 
 ROOT = Path(instep.__file__).parent
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "jax", "jaxlib", "optax", "flax"}
@@ -134,6 +135,9 @@ def test_every_recipe_loads() -> None:
     shipped = settings_file.recipes()
     assert "quickstart" in shipped
     for name in shipped:
+        if "stage" in settings_file.read_tree(name):
+            assert load_stages(name)
+            continue
         errors = []
         for kind in (SftSettings, GrpoSettings):
             try:

@@ -278,10 +278,10 @@ def test_bad_models_are_one_clear_line(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Any:
-    """A file system of 300 KB, where this machine lets us mount one."""
+    """A file system of 2 MB, where this machine lets us mount one."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a small file system here")
     yield place

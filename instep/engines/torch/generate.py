@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from instep.engines.base import Sampling
+from instep.engines.sampling import draw, uniforms
 from instep.engines.torch.attention import Plan, attend
 from instep.engines.torch.layout import Layout, Span
 from instep.records import Rollout, StopReason
-from instep.sampling import draw, uniforms
 
 FIRST_CAPACITY = 64  # own tokens per row that the cache first has room for; doubled when full
 ROWS_AT_ONCE = 64

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from instep.engines.base import Sampling
-from instep.sampling import draw, uniforms
+from instep.engines.sampling import draw, uniforms
 
 
 def log_softmax(x):
