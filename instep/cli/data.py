@@ -10,7 +10,6 @@ import typer
 
 from instep.cli.output import emit_json
 from instep.cli.show import show
-from instep.config import BuildSettings
 from instep.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from instep.records import Conversation
     from instep.sessions import ReadReport
-
-DEFAULTS = BuildSettings()
 
 app = typer.Typer(
     name="data",
@@ -41,34 +38,28 @@ def build(
     agents: list[str] = typer.Option(
         [], "--from", help="Read an agent's own folder: pi, claude-code or codex; repeatable."
     ),
-    include_reasoning: bool = typer.Option(
-        DEFAULTS.include_reasoning, "--include-reasoning", help="Keep the model's thinking."
+    include_reasoning: bool = typer.Option(False, "--include-reasoning", help="Keep the model's thinking."),
+    max_message_chars: int | None = typer.Option(
+        None, "--max-message-chars", min=0, help="Cut the middle of longer texts; 0: never."
     ),
-    max_message_chars: int = typer.Option(
-        DEFAULTS.max_message_chars,
-        "--max-message-chars",
-        min=0,
-        help="Cut the middle of longer texts; 0: never.",
-    ),
-    since: str | None = typer.Option(
-        DEFAULTS.since, "--since", help="Only sessions started on this date or later."
-    ),
+    since: str | None = typer.Option(None, "--since", help="Only sessions started on this date or later."),
     project: str | None = typer.Option(
-        DEFAULTS.project, "--project", help="Only sessions whose project path holds this text."
+        None, "--project", help="Only sessions whose project path holds this text."
     ),
     exclude_tools: list[str] = typer.Option(
-        list(DEFAULTS.exclude_tools),
+        [],
         "--exclude-tool",
         help="Remove calls and results of this tool; repeatable.",
     ),
     no_redact: bool = typer.Option(
-        not DEFAULTS.redact, "--no-redact", help="Leave secrets, e-mail addresses and home directories in."
+        False, "--no-redact", help="Leave secrets, e-mail addresses and home directories in."
     ),
     tokenizer: str | None = typer.Option(None, "--tokenizer", help="Model whose tokens the report counts."),
     force: bool = typer.Option(False, "--force", help="Replace the output file if it exists."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
 ) -> None:
     """Write the conversations of agent sessions to one file, secrets redacted, and report what was left out."""
+    from instep.config import BuildSettings
     from instep.sessions import build as build_conversations
     from instep.sessions.formats import default_locations
     from instep.sessions.store import write_conversations
@@ -77,14 +68,16 @@ def build(
     places = [*(sources or []), *(place for agent in agents for place in default_locations(agent))]
     if not places:
         raise InputError("nothing to read: give session files or folders, or --from pi, claude-code or codex")
-    settings = BuildSettings(
-        include_reasoning=include_reasoning,
-        max_message_chars=max_message_chars,
-        since=since,
-        project=project,
-        exclude_tools=tuple(exclude_tools),
-        redact=not no_redact,
-    )
+    given = {
+        "include_reasoning": include_reasoning or None,
+        "max_message_chars": max_message_chars,
+        "since": since,
+        "project": project,
+        "exclude_tools": tuple(exclude_tools) or None,
+        "redact": False if no_redact else None,
+    }
+    # What was not given keeps the default of config.py, which is not imported for `--help`.
+    settings = BuildSettings.model_validate({k: v for k, v in given.items() if v is not None})
     conversations, report = build_conversations(places, settings)
     if tokenizer:
         count_tokens(conversations, tokenizer, include_reasoning, report)

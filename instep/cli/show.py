@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from instep.cli.output import emit_json
-from instep.config import DEFAULT_MODEL, RenderingSettings, SftSettings
 from instep.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from instep.rendering.template import Rendered, Renderer
     from instep.rendering.view import Run, Sheet
 
-DEFAULTS = RenderingSettings()
-
 
 def show(
     file: Path = typer.Argument(..., metavar="FILE", help="Conversations, or a session file."),
@@ -29,17 +26,19 @@ def show(
     identifier: str | None = typer.Option(
         None, "--id", help="The conversation of this id, or its beginning."
     ),
-    model: str = typer.Option(DEFAULT_MODEL, "--model", help="Folder or Hub id whose chat template is used."),
+    model: str | None = typer.Option(
+        None, "--model", help="Folder or Hub id whose chat template is used (default: as in instep sft)."
+    ),
     html: Path | None = typer.Option(None, "--html", help="Write a page to this file instead."),
     windows: bool = typer.Option(False, "--windows", help="Show the windows that are trained, one by one."),
     max_length: int = typer.Option(
-        DEFAULTS.max_length, "--max-length", min=0, help="Longest window in tokens; 0: chosen as sft would."
+        0, "--max-length", min=0, help="Longest window in tokens; 0: chosen as sft would."
     ),
     min_context: int | None = typer.Option(
-        DEFAULTS.min_context, "--min-context", min=0, help="Context before a window's first trained token."
+        None, "--min-context", min=0, help="Context before a window's first trained token."
     ),
     include_reasoning: bool = typer.Option(
-        DEFAULTS.include_reasoning, "--include-reasoning", help="Render and train the model's thinking."
+        False, "--include-reasoning", help="Render and train the model's thinking."
     ),
     force: bool = typer.Option(False, "--force", help="Replace the page if it exists."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
@@ -48,10 +47,12 @@ def show(
     if html is not None:
         _check_output(html, force)
     conversation, facts = _pick(file, index, identifier)
+    from instep.config import DEFAULT_MODEL
     from instep.models import resolve
     from instep.rendering.template import Renderer
     from instep.rendering.tokenizer import load_tokenizer
 
+    model = model or DEFAULT_MODEL
     folder = resolve(model)
     renderer = Renderer(load_tokenizer(folder), include_reasoning)
     renderings = renderer.render(conversation)
@@ -144,6 +145,7 @@ def _window_length(folder: Path, renderings: Sequence[Rendered], max_length: int
 
     import psutil
 
+    from instep.config import SftSettings
     from instep.plan import choose_row_length
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
