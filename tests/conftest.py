@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from instep.config import DEFAULT_MODEL
 from instep.errors import InputError
 from instep.models import resolve
+
+# Tests run side by side on tiny models: threads of one would only wait for those of another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
