@@ -305,3 +305,31 @@ def test_a_full_disk_ends_with_one_line_and_an_intact_checkpoint(
         assert np.array_equal(value, before[name])
     filler.unlink()
     instep("sft", "--resume", "--run", str(run), "--set", "max_steps=6")
+
+
+def test_full_fine_tuning_writes_a_model_that_transformers_loads(
+    instep: Any, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    more = [
+        "--set",
+        "adapter.kind=full",
+        "--set",
+        "model.precision=float32",
+        "--set",
+        "max_steps=6",
+        "--json",
+    ]
+    summary = json.loads(instep(*arguments(tiny_model, chats, "run", *more)).stdout)
+    assert summary["validation_after"]["loss"] < summary["validation_before"]["loss"]
+    trained, base = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (tmp_path / "run" / "model", tiny_model)
+    )
+    expected = load_checkpoint(tmp_path / "run" / "checkpoints" / "best")[0].parameters
+    for name, value in trained.named_parameters():
+        assert np.array_equal(value.detach().numpy(), expected[name]), name
+    assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
