@@ -212,7 +212,7 @@ class TorchEngine:
         else:
             self._poisoned = True
         sums["correct"] = float((correct & (fields["weight"] > 0)).sum())
-        return sums | {name: float(value) for name, value in metrics.items()}
+        return sums | {name: float(value.detach()) for name, value in metrics.items()}
 
     def optim_step(self, learning_rate: float, denominator: float) -> StepReport:
         """Divide, clip by global norm, AdamW, zero. Changes nothing where the gradient is not finite."""
