@@ -90,22 +90,16 @@ def sample_request(data: Path) -> Conversation:
 
 def compare(settings: SftSettings, folder: Path, adapter: Path, request: Conversation) -> dict[str, str]:
     """The model's greedy next turn in `request` without and with the adapter: what was asked, before, after."""
-    import numpy as np
-
     from instep import engines
-    from instep.adapters import load_adapter
-    from instep.engines.base import EngineState, Sampling
+    from instep.engines.base import Sampling
+    from instep.loops.run import load_trained
     from instep.rendering.template import Renderer
     from instep.rendering.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     renderer = Renderer(tokenizer)
-    matrices, trained = load_adapter(adapter)
-    zeros = {name: np.zeros_like(value) for name, value in matrices.items()}
-    engine = engines.create(engines.choose(settings.engine)[0])
-    model = settings.model.model_copy(update={"path": str(folder)})
-    engine.load(model, trained, settings.optimizer, settings.seed)
-    engine.load_state(EngineState(matrices, zeros, zeros, step=0))
+    name = engines.choose(settings.engine)[0]
+    engine, _ = load_trained(name, settings.model, folder, adapter, settings.seed)
     prompt = renderer.prompt(request.messages, request.tools)
     greedy = Sampling(SAMPLE_TOKENS, temperature=0.0, stop_tokens=renderer.stop_tokens)
     answers = {}
