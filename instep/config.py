@@ -179,6 +179,28 @@ class RunSettings(Settings):
     checkpoint_every_steps: PositiveInt = 10
     evaluate_every_steps: PositiveInt = 20
     """Held-out evaluation, besides the ones before the first and after the last step."""
+    keep_awake: bool = True
+    """Keep the machine from falling asleep while it trains (macOS: caffeinate, Linux: systemd-inhibit)."""
+    on_swap: Literal["warn", "pause", "stop"] = "warn"
+    """What swap that grows leads to: a line with advice; or, after a checkpoint, a pause until memory is free
+    again, or the end of the run."""
+    swap_growth_megabytes: PositiveInt = 512
+    """So much more swap in use than at the beginning, or than at the last warning, is growth."""
+    watch_seconds: PositiveFloat = 5.0
+    """Memory and swap are looked at, and the heartbeat is written, this often."""
+
+
+class TrackingSettings(Settings):
+    """Where metrics.jsonl, which stays the truth, is mirrored to, by a process of its own."""
+
+    tracker: Literal["auto", "trackio", "tensorboard", "wandb", "none"] = "auto"
+    """auto: what INSTEP_TRACKER names, else Trackio where it is installed."""
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "instep"
+    """Trackio, Weights & Biases: the project that runs are compared in."""
+    folder: str | None = None
+    """Trackio's directory; none is TRACKIO_DIR, else `.trackio` beside the run folder."""
+    space_id: str | None = None
+    """Hugging Face Space (owner/name) that Trackio logs to instead of its directory."""
 
 
 class SftSettings(Settings):
@@ -194,6 +216,7 @@ class SftSettings(Settings):
     """Only for `data.demonstrations`: the tasks that are demonstrated."""
     rendering: RenderingSettings = RenderingSettings()
     run: RunSettings = RunSettings()
+    tracking: TrackingSettings = TrackingSettings()
     epochs: PositiveFloat = 1.0
     max_steps: PositiveInt | None = None
     """Stop after so many optimizer steps, whatever `epochs` says."""
@@ -343,6 +366,7 @@ class GrpoSettings(Settings):
     rollouts: RolloutSettings = RolloutSettings()
     objective: GrpoObjectiveSettings = GrpoObjectiveSettings()
     run: RunSettings = RunSettings()
+    tracking: TrackingSettings = TrackingSettings()
     evaluation_tasks: Annotated[int, Field(ge=0)] = 64
     """Held-out tasks that are answered greedily at each evaluation; 0 evaluates nothing."""
     tasks_per_step: PositiveInt = 2

@@ -67,7 +67,7 @@ def unused_settings(kind: type[Settings], tree: Mapping[str, Any]) -> Iterator[t
 
     One that is given its default is let pass: a run's own config.toml holds every setting.
     """
-    given = dict(_flatten(tree))
+    given = dict(flatten(tree))
     for name, reason in _meaningless(given):
         if name in given and given[name] != _default(kind, name):
             yield name, reason
@@ -172,10 +172,11 @@ def put(tree: dict[str, Any], name: str, value: Any) -> None:
     tree[last] = value
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a tree by dotted names."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

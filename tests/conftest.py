@@ -13,6 +13,8 @@ from instep.models import resolve
 
 # Tests run side by side on tiny models: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Only the tests of trackers have their runs tracked.
+os.environ.setdefault("INSTEP_TRACKER", "none")
 
 
 @pytest.fixture(scope="session")

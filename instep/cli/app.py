@@ -10,7 +10,7 @@ import sys
 import typer
 
 from instep import __version__
-from instep.cli import data, evaluate, grpo, quickstart, sft, stages
+from instep.cli import data, evaluate, grpo, quickstart, runs, sft, stages
 from instep.errors import InputError, TrainingError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data.app, name="data")
+app.add_typer(runs.app, name="runs")
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
 app.command("grpo")(grpo.grpo)

@@ -14,14 +14,15 @@ from instep import engines, models
 from instep.config import GrpoSettings
 from instep.engines.base import LoadReport
 from instep.errors import InputError, TrainingError
+from instep.loops.attend import Attendance, tell_silent_end
 from instep.loops.grpo import GrpoData, GrpoLoop
 from instep.loops.listener import Listener, StopFlag
 from instep.loops.prompts import check_prompts, prompt_renderer
 from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
 from instep.records import Rollout, StopReason
 from instep.rewards import Rewards
-from instep.runs.checkpoint import Progress
 from instep.runs.folder import RunFolder, refuse_existing
+from instep.runs.mirror import Mirror
 from instep.tasks import Tags, Task, Tasks, demonstration, load_tasks, tags_of
 
 PROMPTS_CHECKED = 64
@@ -40,16 +41,18 @@ def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -
     if not resume:
         refuse_existing(path)
         check_start(settings)
+    else:
+        tell_silent_end(path, settings, listener)
     name, why = engines.choose(settings.engine)
     listener.note(f"engine: {name} ({why})")
-    with prepare(settings) as (data, folder):
+    with Mirror(settings.tracking, path, listener.note) as mirror, prepare(settings) as (data, folder):
         for note in data.tasks.notes:
             listener.note(note)
         engine, report = load_engine(name, settings, folder, listener)
         run, progress = open_run(path, settings, task_fingerprint(data.tasks), engine, resume)
         try:
             loop = GrpoLoop(engine, report.precision, data, settings, run, listener, progress)
-            return _train(loop, settings, report, run, folder, progress, listener)
+            return _train(loop, settings, report, run, folder, mirror)
         finally:
             run.close()
 
@@ -77,13 +80,13 @@ def _train(
     report: LoadReport,
     run: RunFolder,
     folder: Path,
-    progress: Progress,
-    listener: Listener,
+    mirror: Mirror,
 ) -> dict[str, Any]:
-    if progress.step:
-        listener.note(f"going on after step {progress.step}")
-    with StopFlag() as stop:
-        finished = loop.train(stop)
+    step = loop.progress.step
+    if step:
+        loop.listener.note(f"going on after step {step}")
+    with Attendance(settings, run, mirror, loop.listener, step) as attendance, StopFlag() as stop:
+        finished = loop.attended_by(attendance).train(stop)
     loop.close()
     result_from = write_result(loop, settings, folder) if finished else None
     summary = summarise(loop, settings, report, finished, result_from)

@@ -23,7 +23,19 @@ from instep.runs.full_model import save_full_model
 from instep.settings_file import dump_settings, load_resolved, validate
 
 RunKind = TypeVar("RunKind", SftSettings, GrpoSettings)
-CHANGEABLE_ON_RESUME = ("epochs", "max_steps", "max_minutes", "model.device", "run")
+CHANGEABLE_ON_RESUME = (
+    "epochs",
+    "max_steps",
+    "max_minutes",
+    "model.device",
+    "model.gradient_checkpointing",
+    "model.head_chunk",
+    "rows_per_batch",
+    "tokens_per_batch",
+    "run",
+    "tracking",
+)
+"""What does not make it another run: how long, where, and what changes memory and speed but not the step."""
 
 
 def run_path(settings: SftSettings | GrpoSettings) -> Path:
@@ -118,7 +130,7 @@ def resumed_settings(kind: type[RunKind], path: Path, asked: Mapping[str, Any]) 
         for parent in parents:
             place = place.setdefault(parent, {})
         same = place.get(last) == value
-        if not same and name not in CHANGEABLE_ON_RESUME and parents[:1] != ["run"]:
+        if not same and name not in CHANGEABLE_ON_RESUME and parents[:1] not in (["run"], ["tracking"]):
             raise InputError(
                 f"{name} cannot change when a run goes on (it is {place.get(last)!r} in {path / CONFIG}): "
                 f"start a new run, or change only {', '.join(CHANGEABLE_ON_RESUME)}"

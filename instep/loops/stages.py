@@ -289,7 +289,7 @@ def _same(path: Path, old: Sequence[Stage], new: Sequence[Stage]) -> None:
         )
     for before, after in zip(old, new, strict=True):
         for name, was, _ in _differences(_own_settings(before.settings), _own_settings(after.settings)):
-            free = name in CHANGEABLE_ON_RESUME or name.startswith("run.")
+            free = name in CHANGEABLE_ON_RESUME or name.startswith(("run.", "tracking."))
             if not free or finished(path, before):
                 raise InputError(
                     f"{before.name}.{name} cannot change when a run goes on (it is {was!r} in {path / STAGES}): "

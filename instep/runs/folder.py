@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import re
+import shutil
+import uuid
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +17,7 @@ from instep.errors import InputError
 from instep.files import settle_folder, write_atomically, writing
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.toml", "metrics.jsonl", "summary.json", ".lock"
+IDENTITY = ".id"
 STAGES = "stages.toml"
 """In a folder of several runs, in place of `config.toml`: the resolved settings of every stage."""
 
@@ -34,11 +37,25 @@ def refuse_existing(path: Path) -> None:
         )
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process is training in this run folder now."""
+    try:
+        with (path / LOCK).open("r", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 @dataclass
 class RunFolder:
     """An opened run folder, locked against a second process until `close`."""
 
     path: Path
+    new: bool = False
+    """Made by this process."""
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @classmethod
@@ -47,7 +64,7 @@ class RunFolder:
         refuse_existing(path)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        run = cls(path)
+        run = cls(path, new=True)
         run._acquire()
         write_atomically(path / CONFIG, config)
         return run
@@ -89,6 +106,27 @@ class RunFolder:
         if self._lock:
             self._lock.close()
             self._lock = None
+
+    def discard_if_new(self) -> None:
+        """Take back a folder that this process has made and that no step was trained in."""
+        if self.new and not (self.path / "checkpoints").exists():
+            self.close()
+            shutil.rmtree(self.path)
+
+    @property
+    def known_id(self) -> str | None:
+        """The run's id, where it has one already."""
+        file = self.path / IDENTITY
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+    @property
+    def id(self) -> str:
+        """What trackers know the run by: its first name and eight random digits; moving the folder keeps it."""
+        known = self.known_id
+        if known is None:
+            known = f"{self.path.absolute().name}-{uuid.uuid4().hex[:8]}"
+            write_atomically(self.path / IDENTITY, f"{known}\n")
+        return known
 
     def checkpoint(self, name: str) -> Path:
         return self.path / "checkpoints" / name
