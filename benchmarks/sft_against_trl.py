@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import statistics
 import sys
@@ -80,12 +79,6 @@ class Bench:
         return result
 
 
-def verdict(name: str, value: float, limit: float, at_most: bool) -> str:
-    met = value <= limit if at_most else value >= limit
-    target = f"{'at most' if at_most else 'at least'} {limit:g}"
-    return f"{name}: {value:.3f} (target {target}: {'met' if met else 'MISSED'})"
-
-
 # -- part 1: identical rows -------------------------------------------------------------------------------
 
 
@@ -118,10 +111,14 @@ def identical_rows(bench: Bench, steps: int, repeats: int) -> Part:
         speed = {side: _speed(runs[side, checkpointing]) for side in SIDES}
         peaks = {side: _peak(runs[side, checkpointing]) for side in SIDES}
         part.remarks.append(
-            verdict(f"tokens/s against TRL, {label}", speed["instep"] / speed["TRL"], 1.4, at_most=False)
+            harness.verdict(
+                f"tokens/s against TRL, {label}", speed["instep"] / speed["TRL"], 1.4, at_most=False
+            )
         )
         part.remarks.append(
-            verdict(f"peak memory against TRL, {label}", peaks["instep"] / peaks["TRL"], 0.6, at_most=True)
+            harness.verdict(
+                f"peak memory against TRL, {label}", peaks["instep"] / peaks["TRL"], 0.6, at_most=True
+            )
         )
     part.remarks.append(f"settings: {_settings(runs)}")
     part.data = {
@@ -279,8 +276,10 @@ def _timed_remarks(
         f"{scored['supervised_tokens']:,} supervised tokens, sharing none with training; scored by instep's engine "
         "for both adapters",
         "updates are those that ended within the time; the adapter is the one after the last of them",
-        verdict("processed tokens per supervised token, instep", _cost(rows["instep"]), 2.8, at_most=True),
-        verdict("supervised tokens/s against TRL's one row per turn", speed, 8.0, at_most=False),
+        harness.verdict(
+            "processed tokens per supervised token, instep", _cost(rows["instep"]), 2.8, at_most=True
+        ),
+        harness.verdict("supervised tokens/s against TRL's one row per turn", speed, 8.0, at_most=False),
         f"held-out loss, instep against TRL: {losses['instep']:.4f} against {losses['TRL']:.4f} "
         f"(target lower: {'met' if losses['instep'] < losses['TRL'] else 'MISSED'})",
     ]
@@ -304,7 +303,7 @@ def memory_by_length(bench: Bench, repeats: int) -> Part:
         ["tokens in the row", "peak above weights, GB"],
         [[f"{length:,}", f"{value / GIGABYTE:.3f}"] for length, value in highest.items()],
         [
-            verdict(
+            harness.verdict(
                 f"growth from {SHORT:,} to {LONG:,} tokens", highest[LONG] / highest[SHORT], 4.5, at_most=True
             ),
             "gradients and optimizer moments are counted as above the weights; each length is a fresh process",
@@ -349,12 +348,6 @@ def arguments() -> argparse.Namespace:
     return wanted
 
 
-def command_line() -> str:
-    """As it was given, without this machine's folders."""
-    shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    return "python benchmarks/sft_against_trl.py " + shlex.join(shown)
-
-
 def main() -> None:
     # So that a driver that is told to end takes its worker with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -383,13 +376,13 @@ def main() -> None:
     print("", after, sep="\n")
     peer = harness.versions_of(python, "trl", "torch", "transformers", "peft", "datasets", "accelerate")
     own = harness.versions("instep", "torch", "transformers")
-    report = harness.markdown_report(command_line(), peer, own, parts, [before, after])
+    report = harness.markdown_report(harness.command_line(), peer, own, parts, [before, after])
     print("\n--- to paste into docs/log.md ---\n", report, sep="\n")
     if wanted.json is not None:
         record = {
             "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "machine": harness.machine(),
-            "command": command_line(),
+            "command": harness.command_line(),
             "versions": {"TRL": peer, "instep": own},
             "noise": [asdict(before), asdict(after)],
             "parts": {part.title: part.data for part in parts},

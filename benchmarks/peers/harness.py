@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -204,6 +205,18 @@ def interleaved(sides: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]
             yield repeat, side
 
 
+def verdict(name: str, value: float, limit: float, at_most: bool) -> str:
+    met = value <= limit if at_most else value >= limit
+    target = f"{'at most' if at_most else 'at least'} {limit:g}"
+    return f"{name}: {value:.3f} (target {target}: {'met' if met else 'MISSED'})"
+
+
+def command_line() -> str:
+    """The driver's as it was given, without this machine's folders."""
+    shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return f"python benchmarks/{Path(sys.argv[0]).name} {shlex.join(shown)}".rstrip()
+
+
 def versions(*names: str) -> dict[str, str]:
     """Versions of installed packages, python's own included."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
@@ -383,6 +396,6 @@ def markdown_report(
         f"- machine: {machine()}; {quiet}",
         f"- command: `{command}`",
         f"- instep's side: {listed(own_versions)}",
-        f"- the peer's side: {listed(peer_versions)}",
+        *([f"- the peer's side: {listed(peer_versions)}"] if peer_versions else []),
     ]
     return "\n\n".join(["\n".join(head), *(part.markdown() for part in parts)]) + "\n"

@@ -68,10 +68,13 @@ def draw(logits: np.ndarray, uniform: np.ndarray, sampling: Sampling) -> tuple[n
     if sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0:
         probability /= probability.sum(1, keepdims=True)
         _restrict(probability, sampling)
-    padded = np.zeros((len(logits), -(-logits.shape[1] // BLOCK) * BLOCK), np.float32)
-    padded[:, : logits.shape[1]] = probability
+    padded = (
+        np.pad(probability, ((0, 0), (0, -logits.shape[1] % BLOCK)))
+        if logits.shape[1] % BLOCK
+        else probability
+    )
     blocks = padded.reshape(len(logits), -1, BLOCK)
-    reached = np.cumsum(blocks.sum(2, dtype=np.float64), axis=1)
+    reached = np.cumsum(blocks.sum(2), axis=1, dtype=np.float64)  # float32 is exact enough inside a block
     total = reached[:, -1]
     target = uniform * total
     block = np.minimum((reached <= target[:, None]).sum(1), reached.shape[1] - 1)

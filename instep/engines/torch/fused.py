@@ -20,17 +20,23 @@ from instep.engines.torch.lora import LoraLinear, SharedInput
 TOLERANCE = 1e-4
 
 
+def _normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / rms(x) · w, 1 / rms(x))."""
+    wide = x.float()  # once: an operation on mixed types is several times slower
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    unit = wide * inverse if wide is x else wide.mul_(inverse)
+    if weight.dtype == x.dtype:  # rounded before the weight, as the stock modules of this form do
+        return unit.to(x.dtype).mul_(weight), inverse
+    return unit.mul_(weight).to(x.dtype), inverse
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x / rms(x) · w. Saves x and 1 / rms(x); `weight` float32 or the type of x, frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
-        if weight.dtype == x.dtype:  # rounded before the weight, as the stock modules of this form do
-            y = (x * inverse).to(x.dtype).mul_(weight)
-        else:
-            y = (x * inverse).mul_(weight).to(x.dtype)
+        y, inverse = _normed(x, weight, epsilon)
         ctx.save_for_backward(x, inverse, weight)
         return y
 
@@ -43,17 +49,21 @@ class _RmsNorm(torch.autograd.Function):
         return scaled.addcmul_(unit, mean).mul_(inverse).to(x.dtype), None, None
 
 
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    y = x * cos
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
+
+
 class _Rope(torch.autograd.Function):
     """Rotary position embedding, halves rotated (arXiv 2104.09864). x [N, heads, d]; cos, sin [N, 1, d]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        y = x * cos
-        y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return y
+        return _rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -108,6 +118,8 @@ def _fuse_norm(module: Any) -> None:
     epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():  # an autograd function costs as much as the work on a few rows
+            return _normed(x, factor, epsilon)[0]
         return _RmsNorm.apply(x, factor, epsilon)  # type: ignore[return-value]
 
     module.forward = forward
@@ -139,6 +151,7 @@ def _fuse_attention(module: Any) -> None:
     settings = module.attention_settings
     product = SharedInput([module.q_proj, module.k_proj, module.v_proj])
     width = module.head_dim
+    counts = [layer.out_features // width for layer in product.layers]
     normed = hasattr(module, "q_norm")
 
     def forward(
@@ -148,13 +161,21 @@ def _fuse_attention(module: Any) -> None:
         plan: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        q, k, v = (x[0].unflatten(-1, (-1, width)) for x in product(hidden_states))
-        if normed:
-            q, k = module.q_norm(q), module.k_norm(k)
         cos, sin = (x[0][:, None] for x in position_embeddings)
-        q, k = _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)
-        # A copy of v, so that the product's own output (q and k before rotation) can be freed.
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v.contiguous()))
+        if torch.is_grad_enabled():
+            q, k, v = (x[0].unflatten(-1, (-1, width)) for x in product(hidden_states))
+            if normed:
+                q, k = module.q_norm(q), module.k_norm(k)
+            q, k = _Rope.apply(q, cos, sin), _Rope.apply(k, cos, sin)
+            v = v.contiguous()  # so that the product's own output (q and k before rotation) can be freed
+        else:  # as few operations as it takes: on a few rows each costs more than its arithmetic
+            together = product.infer(hidden_states[0]).contiguous().unflatten(-1, (-1, width))
+            q, k, v = together.split(counts, 1)
+            if normed:
+                q, k = _rotated(module.q_norm(q), cos, sin), _rotated(module.k_norm(k), cos, sin)
+            else:
+                q, k = _rotated(together[:, : -counts[2]], cos, sin).split(counts[:2], 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         output, _weights = attend(module, q, k, v, None, *settings, plan=plan)
         return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 

@@ -114,29 +114,76 @@ class _Decode:
         keys[:, :, t] = key[0].transpose(0, 1)
         values[:, :, t] = value[0].transpose(0, 1)
         rows, heads, width = query.shape[2], key.shape[1], query.shape[3]
-        groups = query.shape[1] // heads
         # [B, H_kv, G, d]: the query heads of one key head are rows of one product.
-        q = (query[0].transpose(0, 1) * scale).reshape(rows, heads, groups, width)
+        q = query[0].transpose(0, 1).reshape(rows, heads, -1, width)
         first = 0 if window is None else max(0, t - window + 1)
-        own_k, own_v = keys[:, :, first : t + 1], values[:, :, first : t + 1]
-        own = torch.matmul(q, own_k.transpose(2, 3)).float()
-        output = q.new_empty(rows, heads, groups, width)
+        own = (keys[:, :, first : t + 1], values[:, :, first : t + 1])
+        prompts = []
         for prompt, a, b in self.groups:
             pk, pv = self.prompt[layer][prompt]
             low = 0 if window is None else min(pk.shape[1], max(0, pk.shape[1] + t - window + 1))
-            pk, pv = pk[:, low:], pv[:, low:]
-            ours = q[a:b].transpose(0, 1).reshape(heads, (b - a) * groups, width)
-            shared = torch.bmm(ours, pk.transpose(1, 2)).float()
-            shared = shared.view(heads, b - a, groups, -1).transpose(0, 1)
-            scores = torch.cat([shared, own[a:b]], -1)
-            if softcap is not None:
-                scores = torch.tanh(scores / softcap) * softcap
-            weight = torch.softmax(scores, -1).to(q.dtype)
-            split = shared.shape[-1]
-            of_prompt = weight[..., :split].transpose(0, 1).reshape(heads, (b - a) * groups, split)
-            mixed = torch.bmm(of_prompt, pv).view(heads, b - a, groups, width).transpose(0, 1)
-            output[a:b] = mixed + torch.matmul(weight[..., split:], own_v[a:b])
-        return output.view(1, rows, heads * groups, width)
+            prompts.append((a, b, pk[:, low:], pv[:, low:]))
+        if softcap is None and q.device.type == "cpu":
+            output = _merged(q, own, prompts, scale)
+        else:
+            output = _plain(q, own, prompts, scale, softcap)
+        return output.reshape(1, rows, -1, width)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _merged(
+    q: torch.Tensor, own: Pair, prompts: Sequence[tuple[int, int, torch.Tensor, torch.Tensor]], scale: float
+) -> torch.Tensor:
+    """q [B, H_kv, G, d] against each row's own keys and values [B, H_kv, t, d] and, for rows a … b-1, those of
+    their prompt [H_kv, P, d]: torch's CPU flash kernel on each, merged through their log-sum-exp."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    rows, heads, groups, width = q.shape
+    output, own_lse = flash(q, *own, 0.0, False, scale=scale)
+    seen = [one for one in prompts if one[2].shape[1]]  # others are out of the window
+    if not seen:
+        return output
+    by_head = q.transpose(0, 1).contiguous()
+    parts = [
+        flash(by_head[:, a:b].reshape(1, heads, -1, width), pk[None], pv[None], 0.0, False, scale=scale)
+        for a, b, pk, pv in seen
+    ]
+    shared = torch.cat([o.view(heads, -1, groups, width) for o, _ in parts], 1).transpose(0, 1)
+    lse = torch.cat([lse.view(heads, -1, groups) for _, lse in parts], 1).transpose(0, 1)
+    if len(seen) == len(prompts):
+        return torch.lerp(shared.float(), output.float(), torch.sigmoid(own_lse - lse)[..., None]).to(q.dtype)
+    at = torch.cat([torch.arange(a, b) for a, b, _, _ in seen])
+    of_own = torch.sigmoid(own_lse[at] - lse)[..., None]
+    output[at] = torch.lerp(shared.float(), output[at].float(), of_own).to(q.dtype)
+    return output
+
+
+def _plain(
+    q: torch.Tensor,
+    own: Pair,
+    prompts: Sequence[tuple[int, int, torch.Tensor, torch.Tensor]],
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """The same as matrix products, on any device and with scores that are capped."""
+    heads, groups, width = q.shape[1:]
+    q = q * scale
+    output = torch.empty_like(q)
+    of_own = torch.matmul(q, own[0].transpose(2, 3)).float()
+    for a, b, pk, pv in prompts:
+        ours = q[a:b].transpose(0, 1).reshape(heads, (b - a) * groups, width)
+        shared = torch.bmm(ours, pk.transpose(1, 2)).float()
+        shared = shared.view(heads, b - a, groups, -1).transpose(0, 1)
+        scores = torch.cat([shared, of_own[a:b]], -1)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weight = torch.softmax(scores, -1).to(q.dtype)
+        split = shared.shape[-1]
+        of_prompt = weight[..., :split].transpose(0, 1).reshape(heads, (b - a) * groups, split)
+        mixed = torch.bmm(of_prompt, pv).view(heads, b - a, groups, width).transpose(0, 1)
+        output[a:b] = mixed + torch.matmul(weight[..., split:], own[1][a:b])
+    return output
 
 
 class Generator:

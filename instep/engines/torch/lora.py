@@ -45,8 +45,8 @@ class LoraLinear(nn.Module):
 class SharedInput:
     """Linear layers that read the same input, as one product: [x·W₁ᵀ, x·W₂ᵀ, …] plus their low-rank parts.
 
-    Where there are several, their weights become views of one tensor [out₁ + out₂ + …, in] (no second copy is
-    kept); adjacent A matrices are read as one.
+    Their weights become views of one tensor [out₁ + out₂ + … + Σ rank, in] (no second copy is kept) whose last
+    rows are the A matrices, for `infer`; adjacent A matrices are read as one.
     """
 
     def __init__(self, layers: Sequence[nn.Linear | LoraLinear]) -> None:
@@ -54,12 +54,16 @@ class SharedInput:
         self.ends = [0]
         for layer in self.layers:
             self.ends.append(self.ends[-1] + layer.out_features)
-        self.weight = self.layers[0].weight.data
-        self.bias: torch.Tensor | None = None if self.layers[0].bias is None else self.layers[0].bias.data
+        self.adapted = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, LoraLinear)]
+        first = self.layers[0]
+        self.bias: torch.Tensor | None = None if first.bias is None else first.bias.data
+        ranks = sum(layer.b.shape[1] for _, layer in self.adapted)
+        self.whole = first.weight.data.new_empty(self.ends[-1] + ranks, first.in_features)
+        self.weight = self.whole[: self.ends[-1]]
+        for layer, (a, b) in zip(self.layers, pairwise(self.ends), strict=True):
+            self.weight[a:b] = layer.weight.data
+            layer.weight.data = self.weight[a:b]
         if len(self.layers) > 1:
-            self.weight = torch.cat([layer.weight.data for layer in self.layers])
-            for layer, (a, b) in zip(self.layers, pairwise(self.ends), strict=True):
-                layer.weight.data = self.weight[a:b]
             biases = [layer.bias for layer in self.layers]
             if any(bias is not None for bias in biases):
                 parts = [
@@ -67,10 +71,10 @@ class SharedInput:
                     for layer in self.layers
                 ]
                 self.bias = torch.cat(parts)
-        self.adapted = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, LoraLinear)]
         self.masters = [m for _, layer in self.adapted for m in (layer.lora_a, layer.lora_b)]
         self.stacked = self._stack([layer.a for _, layer in self.adapted])
-        self._diagonal: tuple[int, torch.Tensor] | None = None
+        self._diagonal = self.weight.new_zeros(self.ends[-1], ranks)
+        self._version = -1
 
     @staticmethod
     def _stack(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -123,32 +127,33 @@ class SharedInput:
             grads += [(grad_low.t() @ rows).float(), (t.t() @ part).float().mul_(layer.scale).t()]
         return grad_rows, grads
 
-    def _block_diagonal(self) -> torch.Tensor:
-        """All B matrices as one [Σ out, Σ rank], kept until the masters change."""
+    def _bring_up_to_date(self) -> None:
+        """The last rows of `whole`, and all B matrices as one [Σ out, Σ rank]: kept until the masters change."""
         version = self.adapted[0][1].trainables.version
-        if self._diagonal is None or self._diagonal[0] != version:
-            ranks = [layer.b.shape[1] for _, layer in self.adapted]
-            whole = self.weight.new_zeros(self.ends[-1], sum(ranks))
-            at = 0
-            for (i, layer), rank in zip(self.adapted, ranks, strict=True):
-                whole[self.ends[i] : self.ends[i + 1], at : at + rank] = layer.b
-                at += rank
-            self._diagonal = (version, whole)
-        return self._diagonal[1]
+        if self._version == version:
+            return
+        at = 0
+        for i, layer in self.adapted:
+            rank = layer.b.shape[1]
+            self.whole[self.ends[-1] + at : self.ends[-1] + at + rank] = layer.a
+            self._diagonal[self.ends[i] : self.ends[i + 1], at : at + rank] = layer.b
+            at += rank
+        self._version = version
 
     def infer(self, rows: torch.Tensor) -> torch.Tensor:
-        """What `forward` gives first, without gradient; for few rows on a CPU the transposed product."""
+        """What `forward` gives first, without gradient; for few rows on a CPU the transposed product, in which
+        W·xᵀ and A·xᵀ are one."""
         if rows.device.type != "cpu" or rows.shape[0] > NARROW:
             return self.forward(rows)[0]
-        columns = rows.t()
-        y = (
-            self.weight @ columns
-            if self.bias is None
-            else torch.addmm(self.bias[:, None], self.weight, columns)
-        )
-        if self.enabled:
-            low = self.stacked @ columns if self.stacked is not None else torch.cat(self.low(rows), 1).t()
-            y.addmm_(self._block_diagonal(), low, alpha=self.adapted[0][1].scale)
+        enabled = self.enabled
+        if enabled:
+            self._bring_up_to_date()
+        together = (self.whole if enabled else self.weight) @ rows.t()
+        y = together[: self.ends[-1]]
+        if self.bias is not None:
+            y += self.bias[:, None]
+        if enabled:
+            y.addmm_(self._diagonal, together[self.ends[-1] :], alpha=self.adapted[0][1].scale)
         return y.t()
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,133 @@
+"""TRL's side of the GRPO benchmark: GRPOTrainer on the same prompts. Runs under the peer's Python.
+
+Usage: python trl_grpo.py JOB.json RESULT.json (see `harness.run_worker`).
+
+What TRL is given, so that it is at its best here: bf16 weights, scaled-dot-product attention, prompts of one length
+so that nothing is padded, one group a micro-batch (the whole batch at once is slower here and takes more memory),
+no data-loader workers, no reports, no saving. The reference is the model with its adapter off, as in instep.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from vowels import share_of_vowels
+
+
+class Rewards:
+    """The reward, which also notes how many tokens were sampled and how many groups have spread."""
+
+    __name__ = "vowels"
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self.sampled_tokens = 0
+        self.with_spread = 0.0
+
+    def __call__(self, completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        values = [share_of_vowels(messages[0]["content"]) for messages in completions]
+        groups = [values[at : at + self.group_size] for at in range(0, len(values), self.group_size)]
+        self.sampled_tokens = sum(len(ids) for ids in completion_ids)
+        self.with_spread = sum(max(group) > min(group) for group in groups) / len(groups)
+        return values
+
+
+class Watch(TrainerCallback):
+    def __init__(self, rewards: Rewards) -> None:
+        self.log, self.rewards = harness.StepLog(), rewards
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.log.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.log.end_step(float("nan"), self.rewards.sampled_tokens, 0)
+        last = self.log.steps[-1]
+        self.steps.append(
+            {
+                "seconds": last.seconds,
+                "cpu_seconds": last.cpu_seconds,
+                "sampled_tokens": self.rewards.sampled_tokens,
+                "with_spread": self.rewards.with_spread,
+            }
+        )
+
+
+def config(job: dict[str, Any]) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=str(Path.cwd() / "trl"),
+        per_device_train_batch_size=job["group_size"],
+        gradient_accumulation_steps=job["prompts_per_step"],
+        num_generations=job["group_size"],
+        max_completion_length=job["max_new_tokens"],
+        temperature=1.0,
+        beta=job["beta"],
+        loss_type="grpo",
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        gradient_checkpointing=False,
+        bf16=False,
+        fp16=False,
+        use_cpu=True,
+        max_steps=job["steps"],
+        shuffle_dataset=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=job["seed"],
+        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
+    )
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    lines = Path(job["prompts"]).read_text(encoding="utf-8").split("\n")
+    prompts = [json.loads(line)["messages"] for line in lines if line]
+    rewards = Rewards(job["group_size"])
+    watch = Watch(rewards)
+    trainer = GRPOTrainer(
+        model=job["model"],
+        reward_funcs=rewards,
+        args=config(job),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        peft_config=LoraConfig(
+            r=job["rank"],
+            lora_alpha=job["alpha"],
+            lora_dropout=0.0,
+            target_modules=job["target_modules"],
+            task_type="CAUSAL_LM",
+        ),
+        callbacks=[watch],
+    )
+    trainer.train()
+    base = next(p for p in trainer.model.parameters() if not p.requires_grad)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    return {
+        "versions": harness.versions("trl", "torch", "transformers", "peft", "datasets", "accelerate"),
+        "settings": {
+            "weights": str(base.dtype),
+            "adapter": str(trained[0].dtype),
+            "attention": trainer.model.config._attn_implementation,
+            "threads": torch.get_num_threads(),
+        },
+        "steps": watch.steps,
+        "peak_resident_bytes": harness.peak_resident_bytes(),
+    }
+
+
+if __name__ == "__main__":
+    harness.answer(train)
