@@ -115,7 +115,7 @@ def _fuse_norm(module: Any) -> None:
     weight = module.weight.detach()
     offset = float(type(module)(2).weight.detach().sum()) == 0.0  # a fresh one starts at w − 1 (Gemma)
     factor = 1.0 + weight.float() if offset else weight
-    epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+    epsilon: float = getattr(module, "variance_epsilon", None) or module.eps
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():  # an autograd function costs as much as the work on a few rows

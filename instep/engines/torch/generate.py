@@ -139,7 +139,7 @@ def _merged(
     """q [B, H_kv, G, d] against each row's own keys and values [B, H_kv, t, d] and, for rows a … b-1, those of
     their prompt [H_kv, P, d]: torch's CPU flash kernel on each, merged through their log-sum-exp."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    rows, heads, groups, width = q.shape
+    _, heads, groups, width = q.shape
     output, own_lse = flash(q, *own, 0.0, False, scale=scale)
     seen = [one for one in prompts if one[2].shape[1]]  # others are out of the window
     if not seen:
