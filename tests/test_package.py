@@ -35,7 +35,7 @@ SLOW = FRAMEWORKS | {
 LAYERS = [
     {"errors", "files"},
     {"records", "config", "objectives", "sampling"},
-    {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters"}
+    {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters", "adapter_diff"}
     | {"models", "models_pypi", "runs", "engines", "plan", "evaluation", "rollouts"},
     {"loops"},
     {"cli"},
