@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from instep.errors import InputError
 
@@ -35,6 +37,28 @@ def resolve(name: str, revision: str | None = None) -> Path:
     if not HUB_ID.fullmatch(name):
         raise InputError(f"model {name!r}: no such folder, and it is not a Hub id of the form owner/name")
     return check_folder(_from_hub(name, revision))
+
+
+def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
+    """The `config.json` of a model (a folder, the file itself, or a Hub id); from the Hub, only that is fetched.
+
+    Raises InputError where there is none, or it cannot be read or reached.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        if not HUB_ID.fullmatch(name):
+            raise InputError(f"model {name!r}: no such folder, and it is not a Hub id of the form owner/name")
+        path = _from_hub(name, revision, ["config.json"])
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(f"model {name}: it holds no config.json")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: expected a JSON object with the model's shapes")
+    return config
 
 
 def check_folder(folder: Path) -> Path:
@@ -85,7 +109,7 @@ def _architectures(path: Path) -> list[str]:
     return (config.get("architectures") or []) if isinstance(config, dict) else []
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, patterns: Sequence[str] = ALLOW_PATTERNS) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -95,7 +119,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=ALLOW_PATTERNS,
+                allow_patterns=list(patterns),
                 ignore_patterns=IGNORE_PATTERNS,
                 local_files_only=unreachable is not None,
             )

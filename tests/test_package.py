@@ -35,8 +35,8 @@ SLOW = FRAMEWORKS | {
 LAYERS = [
     {"errors", "files"},
     {"records", "config", "objectives", "sampling"},
-    {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters", "adapter_diff"}
-    | {"models", "models_pypi", "runs", "engines", "plan", "evaluation", "rollouts"},
+    {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters"}
+    | {"adapter_diff", "models", "models_pypi", "runs", "engines", "plan", "fitting", "evaluation", "rollouts"},
     {"loops"},
     {"cli"},
 ]

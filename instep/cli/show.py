@@ -146,7 +146,7 @@ def _window_length(folder: Path, renderings: Sequence[Rendered], max_length: int
     import psutil
 
     from instep.config import SftSettings
-    from instep.plan import choose_row_length
+    from instep.plan import choose_row_length, setup_of
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
@@ -157,7 +157,7 @@ def _window_length(folder: Path, renderings: Sequence[Rendered], max_length: int
         int(config.get("max_position_embeddings") or 2**31),
         available_bytes=psutil.virtual_memory().available,
         rows=defaults.rows_per_batch,
-        checkpointing=defaults.model.gradient_checkpointing,
+        setup=setup_of(defaults),
     )
     return length, f"{length:,} tokens ({reason.partition(': ')[2]})"
 

@@ -20,7 +20,7 @@ from instep import models, sessions
 from instep.batching import Order, fingerprint, make_order
 from instep.config import SftSettings
 from instep.errors import InputError
-from instep.plan import LONGEST_BY_CHOICE, choose_row_length
+from instep.plan import LONGEST_BY_CHOICE, choose_row_length, setup_of
 from instep.records import Conversation, Sample, StopReason
 from instep.rendering.template import Rendered, Renderer
 from instep.rendering.tokenizer import load_tokenizer
@@ -162,7 +162,7 @@ def _row_length(settings: SftSettings, config: dict[str, Any], longest: int, con
         context,
         available_bytes=psutil.virtual_memory().available,
         rows=settings.rows_per_batch,
-        checkpointing=settings.model.gradient_checkpointing,
+        setup=setup_of(settings),
     )
 
 
