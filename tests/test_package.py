@@ -36,7 +36,8 @@ LAYERS = [
     {"errors", "files"},
     {"records", "config", "objectives", "sampling"},
     {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters"}
-    | {"adapter_diff", "models", "models_pypi", "runs", "engines", "plan", "fitting", "evaluation", "rollouts"},
+    | {"adapter_diff", "models", "models_pypi", "runs", "engines", "plan", "fitting"}
+    | {"evaluation", "rollouts"},
     {"loops"},
     {"cli"},
 ]
