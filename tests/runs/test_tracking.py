@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from instep.config import SftSettings, TrackingSettings
@@ -241,13 +242,25 @@ def test_a_database_that_breaks_later_is_told_and_sync_says_so_too(tmp_path: Pat
             file.unlink()
         (mirror.home / "instep.db").write_bytes(b"this is no database" * 100)
         log.write(train(5))
+
+        def failed() -> bool:
+            mirror.check()
+            return mirror.failed
+
+        wait_until(failed, "the failure was told")
+        assert mirror._process
+        mirror._process.kill()
     log.close()
-    assert mirror.failed and sum("failed" in note for note in notes) == 1
+    assert sum("failed" in note for note in notes) == 1
     with pytest.raises((InputError, TrainingError)):
         sync_run(run.path, None, notes.append)
     (mirror.home / "instep.db").unlink()
     sync_run(run.path, None, notes.append)
     assert in_trackio(mirror.home, run.id) == as_logged(run)
+
+
+def ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @needs_trackio
@@ -258,15 +271,18 @@ def test_what_a_killed_run_has_logged_is_still_handed_over(tmp_path: Path) -> No
         "from instep.config import TrackingSettings\nfrom instep.runs.mirror import Mirror\n"
         "path = pathlib.Path(sys.argv[1])\n"
         "mirror = Mirror(TrackingSettings(tracker='trackio'), path, print)\n"
-        "mirror.start()\nmirror.begin(sys.argv[2], {})\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "mirror.start()\nmirror.begin(sys.argv[2], {})\n"
+        "print(mirror._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(run.path), run.id], check=False, capture_output=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout.split()[-1])
     wait_until(
         lambda: in_trackio(tmp_path / ".trackio", run.id) == as_logged(run), "the records were in Trackio"
     )
+    wait_until(lambda: ended(pid), "the tracker's process ended")
 
 
 def test_sync_refuses_what_it_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
