@@ -27,6 +27,9 @@ from instep.rendering.tokenizer import load_tokenizer
 from instep.rendering.windows import windows
 from instep.tasks import demonstration, load_tasks, tags_of
 
+FAR_FROM_GOAL = 2.0
+"""Whole sessions are held out where they give between 1/2 and 2 times the share that is asked for."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -170,27 +173,40 @@ def _row_length(settings: SftSettings, config: dict[str, Any], longest: int, con
 
 
 def hold_out(parts: list[_Part], share: float, seed: int) -> tuple[list[_Part], list[_Part], str]:
-    """Split by session, never by turn; of a single session, its last part is held out."""
+    """Split by session, never by turn. Where whole sessions cannot give about `share` of the supervised tokens (a
+    single session, or one that outweighs the others), the last part of the largest is held out."""
     if share == 0:
         return parts, [], "none: data.validation_share is 0"
     groups: dict[str, list[_Part]] = {}
     for part in parts:
         groups.setdefault(_session(part.conversation), []).append(part)
-    if len(groups) == 1:
-        return (*_cut_session(parts, share), f"the last {share:.0%} of the only session")
-    # By a hash of the session's name, so that adding a session moves no other one across.
+    size = {name: sum(map(_supervised, group)) for name, group in groups.items()}
+    goal = share * sum(size.values())
+    # By a hash of the session's name, so that adding a session moves as few others across as can be.
     names = sorted(groups, key=lambda name: hashlib.sha256(f"{seed}/{name}".encode()).digest())
-    goal = share * sum(_supervised(p) for p in parts)
     held: set[str] = set()
     reached = 0.0
-    for name in names[:-1]:
-        if reached >= goal:
-            break
-        held.add(name)
-        reached += sum(_supervised(p) for p in groups[name])
-    train = [p for p in parts if _session(p.conversation) not in held]
-    validation = [p for p in parts if _session(p.conversation) in held]
-    return train, validation, f"{len(held)} of {len(groups)} sessions"
+    for name in names:
+        if reached < goal and reached + size[name] <= FAR_FROM_GOAL * goal and len(held) < len(groups) - 1:
+            held.add(name)
+            reached += size[name]
+    if reached * FAR_FROM_GOAL >= goal and held:
+        train = [p for p in parts if _session(p.conversation) not in held]
+        validation = [p for p in parts if _session(p.conversation) in held]
+        return train, validation, f"{len(held)} of {len(groups)} sessions"
+    largest = max(groups, key=lambda name: size[name])
+    own = min(share, 1.0) if len(groups) == 1 else min(goal / size[largest], 0.5) if size[largest] else 0.0
+    first, validation = _cut_session(groups[largest], own)
+    train = [p for p in parts if _session(p.conversation) != largest] + first
+    if len(groups) == 1:
+        return train, validation, f"the last {own:.0%} of the only session"
+    return (
+        train,
+        validation,
+        (
+            f"the last {own:.0%} of the largest of {len(groups)} sessions: whole ones would not give about {share:.0%}"
+        ),
+    )
 
 
 def _session(conversation: Conversation) -> str:

@@ -73,6 +73,19 @@ def test_of_a_single_session_the_last_part_is_held_out_and_shares_no_window(make
     assert data.train.report["supervised_turns"] + data.validation.report["supervised_turns"] == 40
 
 
+@pytest.mark.parametrize("small", [1, 3])
+def test_a_session_that_outweighs_the_others_is_cut_instead_of_held_out(make: Any, small: int) -> None:
+    """Found with two real sessions of 5 and 438 turns: the large one was held out, and 5 turns were trained."""
+    parts = [conversation(f"small{i}", f"s{i}", 2) for i in range(small)] + [conversation("large", "l", 60)]
+    for seed in range(4):
+        data = make(parts, seed=seed)
+        train, held = (part.report["supervised_tokens"] for part in (data.train, data.validation))
+        assert 0.1 < held / (train + held) < 0.5
+        assert {s.conversation for s in data.validation.samples} == {"large"}
+        assert {s.conversation for s in data.train.samples} == {"large"} | {f"small{i}" for i in range(small)}
+        assert "largest of" in data.choices["validation"]
+
+
 def test_of_a_compacted_session_nothing_before_the_cut_is_held_out(make: Any) -> None:
     parts = [conversation("a", "s", 10), conversation("a/2", "s", 10, 10), conversation("a/3", "s", 10, 20)]
     data = make(parts)
