@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -336,3 +337,40 @@ def test_weights_and_biases_without_a_login_is_an_error(
     run = make_run(tmp_path / "run", "wandb")
     with pytest.raises(InputError, match=r"tracker wandb cannot be opened: .*(api_key|login)"):
         sync_run(run.path, None, print)
+
+
+SERVER = """
+import contextlib, sys, threading, trackio
+with contextlib.redirect_stdout(sys.stderr):
+    *_, url = trackio.show(open_browser=False, block_thread=False, host="127.0.0.1", share=False)
+print(url, flush=True)
+threading.Event().wait()
+"""
+
+
+@needs_trackio
+def test_a_trackio_server_gets_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way to a Space, too: what a server has of a run is not sent again."""
+    home = tmp_path / "server"
+    home.mkdir()
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env={**os.environ, "TRACKIO_DIR": str(home), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout
+        monkeypatch.setenv("TRACKIO_SERVER_URL", server.stdout.readline().strip())
+        run = make_run(tmp_path / "run")
+        assert sync_run(run.path, None, print)["records"] == 6
+        wait_until(lambda: in_trackio(home, run.id) == as_logged(run), "the server had the records")
+        log = MetricsLog(run.metrics, through_step=4)
+        log.write(train(5))
+        log.close()
+        sync_run(run.path, None, print)
+        wait_until(lambda: in_trackio(home, run.id) == as_logged(run), "the server had the new record")
+    finally:
+        server.kill()
+        server.communicate()
