@@ -25,6 +25,10 @@ def early(prompts, completions, messages, columns):
     return [sum(c in "abcdefghijklm" for c in text.lower()) / (1 + len(text)) for text in completions]
 
 
+def digits(prompts, completions, messages, columns):
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+
+
 def short(prompts, completions, messages, columns):
     return [1.0]
 
@@ -121,6 +125,24 @@ def test_killed_and_interrupted_equals_uninterrupted_and_leaves_everything_a_use
     for name, value in final_state(place / "run").items():
         assert np.array_equal(value, expected[name]), name
     assert (place / "run" / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_reward_rises_on_a_real_model(instep: Any, smol: Path, place: Path) -> None:
+    """The share of digits in what SmolLM2 writes, greedily, on prompts that it was not trained on."""
+    sets = [
+        'rewards.functions=["mine.py:digits"]', "rollouts.group_size=8", "rollouts.max_new_tokens=12", "max_steps=10",
+        "evaluation_tasks=4", "optimizer.learning_rate=1e-3", "objective.beta=0", "run.evaluate_every_steps=99",
+    ]  # fmt: skip
+    options = [part for setting in sets for part in ("--set", setting)]
+    command = ["grpo", "--model", str(smol), "--task", "tasks.jsonl", "--run", "run", *options, "--json"]
+    summary = json.loads(instep(*command).stdout)
+    before, after = summary["validation_before"], summary["validation_after"]
+    assert after["reward"] > before["reward"] + 0.1
+    train = [r for r in read_metrics(place / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    rewards = [r["reward"] for r in train]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
 
 
 def test_a_profile_runs_with_overrides(instep: Any, tiny_model: Path, tmp_path: Path) -> None:
