@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from instep.config import LINEAR_LAYERS, AdapterSettings, GrpoSettings, ModelSettings, SftSettings
+from instep.engines import choose
 from instep.errors import InputError
 
 LONGEST_BY_CHOICE = 4096
@@ -166,11 +167,19 @@ class Setup:
     head_chunk: int = ModelSettings().head_chunk
 
 
+def _engine(asked: str) -> str:
+    try:
+        name = asked if asked in COSTS else choose(asked)[0]
+    except InputError:  # none is installed: for an estimate any will do
+        return "torch"
+    return name if name in COSTS else "torch"
+
+
 def setup_of(settings: SftSettings | GrpoSettings) -> Setup:
-    """`auto` counts as the torch engine and as 16 bits."""
+    """`auto` is the engine that this machine would take, and 16 bits."""
     model, adapter = settings.model, settings.adapter
     return Setup(
-        engine=settings.engine if settings.engine in COSTS else "torch",
+        engine=_engine(settings.engine),
         value_bytes=4 if model.precision == "float32" else 2,
         four_bit=model.quantization != "none",
         full=adapter.kind == "full",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from instep import plan
 from instep.config import GrpoSettings, ModelSettings, SftSettings
 from instep.errors import InputError
 from instep.fitting import budget_of, options, recommend
@@ -151,6 +152,16 @@ def test_settings_decide_the_setup() -> None:
     setup = setup_of(settings)
     assert (setup.engine, setup.value_bytes, setup.checkpointing, setup.head_chunk) == ("torch", 4, True, 64)
     assert setup_of(GrpoSettings()).value_bytes == 2
+
+
+def test_the_engine_is_the_one_that_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> tuple[str, str]:
+        raise InputError("no engine is installed")
+
+    monkeypatch.setattr(plan, "choose", lambda name: ("mlx", "default on Apple silicon"))
+    assert setup_of(SftSettings()).engine == "mlx"
+    monkeypatch.setattr(plan, "choose", nothing)
+    assert setup_of(SftSettings()).engine == "torch"
 
 
 def test_advice_takes_the_fastest_way_that_fits() -> None:
