@@ -139,7 +139,7 @@ class Attendance:
             self._stop_watch(self.outcome if error is None else _ending(error))
         if error is not None and is_out_of_memory(error):
             raise TrainingError(
-                f"memory ran out after step {self._step} ({_first_line(error)}); the last checkpoint is kept: "
+                f"memory ran out after step {self._step} ({first_line(error)}); the last checkpoint is kept: "
                 f"{memory_advice(self._settings)}, and go on with --resume --run {self._run.path}"
             ) from error
 
@@ -153,10 +153,11 @@ class Attendance:
 def _ending(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "stopped at once by a second Ctrl-C"
-    return f"error: {type(error).__name__}: {_first_line(error)}"
+    return f"error: {type(error).__name__}: {first_line(error)}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an exception says, without the rest."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

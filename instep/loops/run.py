@@ -15,6 +15,7 @@ from instep.config import AdapterSettings, GrpoSettings, ModelSettings, Optimize
 from instep.engines.base import Engine, EngineState, LoadReport
 from instep.errors import InputError
 from instep.files import write_atomically
+from instep.loops.attend import first_line, is_out_of_memory
 from instep.loops.listener import Listener
 from instep.loops.loop import Loop
 from instep.runs.checkpoint import Progress, load_checkpoint
@@ -49,7 +50,7 @@ def load_engine(
     """Create and load the engine, and tell every choice that was made."""
     engine = engines.create(name)
     model = settings.model.model_copy(update={"path": str(model_folder)})
-    report = engine.load(model, settings.adapter, settings.optimizer, settings.seed)
+    report = _load(engine, model, settings.adapter, settings.optimizer, settings.seed)
     listener.note(
         f"model: {settings.model.path}, {report.parameters / 1e6:.1f} M parameters on {report.device} in "
         f"{report.precision}, {report.trainable_parameters / 1e6:.2f} M trained"
@@ -57,6 +58,21 @@ def load_engine(
     for choice, value in report.choices.items():
         listener.note(f"{choice}: {value}")
     return engine, report
+
+
+def _load(
+    engine: Engine, model: ModelSettings, adapter: AdapterSettings, optimizer: OptimizerSettings, seed: int
+) -> LoadReport:
+    """`engine.load`; a model that memory has no room for is an InputError."""
+    try:
+        return engine.load(model, adapter, optimizer, seed)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"model {model.path} does not fit in memory ({first_line(error)}): close other programs, set "
+            f"model.precision to bfloat16, or take a smaller model; `instep plan --model {model.path}` shows its needs"
+        ) from error
 
 
 def adapter_folder(path: str | Path) -> Path:
@@ -92,7 +108,7 @@ def load_trained(
     state, settings = (None, AdapterSettings()) if adapter is None else adapter_state(adapter)
     engine = engines.create(engine_name)
     placed = model.model_copy(update={"path": str(model_folder)})
-    report = engine.load(placed, settings, OptimizerSettings(), seed)
+    report = _load(engine, placed, settings, OptimizerSettings(), seed)
     if state is not None:
         engine.load_state(state)
     return engine, report

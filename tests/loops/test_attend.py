@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from instep import engines
 from instep.config import GrpoSettings, ModelSettings, RunSettings, TrackingSettings
 from instep.engines.fake import FakeEngine
-from instep.errors import TrainingError
+from instep.errors import InputError, TrainingError
 from instep.loops import attend
 from instep.loops.attend import Attendance, is_out_of_memory, memory_advice
 from instep.loops.listener import StopFlag
+from instep.loops.run import load_engine, load_trained
 from instep.loops.sft import SftLoop
 from instep.runs.checkpoint import load_checkpoint
 from instep.runs.heartbeat import read_heartbeat
@@ -175,6 +177,20 @@ def test_what_frameworks_say_when_memory_is_out() -> None:
     assert all(is_out_of_memory(error) for error in said)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(TrainingError("memory ran out"))
+
+
+class TooLarge(FakeEngine):
+    def load(self, *arguments: Any) -> Any:
+        raise RuntimeError("MPS backend out of memory (MPS allocated: 17.05 GB)\nmore")
+
+
+def test_a_model_that_does_not_fit_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "create", lambda name: TooLarge())
+    words = r"does not fit in memory \(MPS backend out of memory.*GB\)\): .*instep plan"
+    with pytest.raises(InputError, match=words):
+        load_engine("torch", test_sft_loop.SETTINGS, Path("model"), Collector())
+    with pytest.raises(InputError, match=words):
+        load_trained("torch", ModelSettings(), Path("model"))
 
 
 def test_advice_goes_from_the_cheapest_to_the_last() -> None:
