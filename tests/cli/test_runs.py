@@ -31,6 +31,7 @@ def train(instep: Any, model: Path, data: Path, run: str, *more: str, **keywords
     return instep("sft", "--model", str(model), "--data", str(data), "--run", run, *TRAIN, *more, **keywords)
 
 
+@pytest.mark.slow
 @needs_trackio
 def test_a_tracked_run_from_training_to_the_dashboard(
     instep: Any, tiny_model: Path, chats: Path, tmp_path: Path
@@ -140,6 +141,7 @@ def test_runs_that_are_none_are_one_clear_line(instep: Any, tmp_path: Path) -> N
         assert told.stderr.startswith("instep: ") and told.stderr.count("\n") == 1 and told.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_explained_when_it_goes_on(
     instep: Any, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_killed_run_is_explained_when_it_goes_on(
     assert json.loads(instep("runs", "show", "run", "--json").stdout)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_what_lowers_memory_may_change_when_a_run_goes_on(
     instep: Any, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
