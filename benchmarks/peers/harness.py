@@ -173,7 +173,8 @@ def run_worker(python: Path | str, script: Path, job: dict[str, Any], environmen
     Raises RuntimeError with the end of the worker's output where it fails.
     """
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    clean |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+    clean |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    clean |= {"INSTEP_TRACKER": "none", **environment}  # peers report to no tracker either
     with tempfile.TemporaryDirectory(prefix="instep-benchmark-") as folder:
         asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
         asked.write_text(json.dumps(job), encoding="utf-8")
