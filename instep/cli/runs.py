@@ -74,7 +74,9 @@ def _headline(figures: dict[str, Any]) -> str:
             one = figures[name]
             where = "" if name.startswith("validation") else " (train)"
             first, last = one["first"]["value"], one["last"]["value"]
-            return f"{name.partition('/')[2]} {first:.4g} → {last:.4g}{where}"
+            once = one["first"]["step"] == one["last"]["step"]
+            change = f"{first:.4g}" if once else f"{first:.4g} → {last:.4g}"
+            return f"{name.partition('/')[2]} {change}{where}"
     return ""
 
 
