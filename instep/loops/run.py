@@ -79,6 +79,10 @@ def adapter_folder(path: str | Path) -> Path:
     """The adapter that a run folder holds, or the adapter folder itself. Raises InputError where there is none."""
     folder = Path(path).expanduser()
     if (folder / CONFIG).is_file() and not (folder / ADAPTER_CONFIG).is_file():
+        if (folder / "model").is_dir():
+            raise InputError(
+                f"run {folder} trained every parameter: its result is the model {folder / 'model'}, not an adapter"
+            )
         if not (folder / "adapter").is_dir():
             raise InputError(
                 f"run {folder} has no adapter yet: it has not finished; go on with it (--resume --run {folder})"

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from instep.errors import InputError
+from instep.loops.run import adapter_folder
 from instep.runs.checkpoint import load_checkpoint
 from instep.runs.metrics import read_metrics
 
@@ -333,3 +335,5 @@ def test_full_fine_tuning_writes_a_model_that_transformers_loads(
         assert np.array_equal(value.detach().numpy(), expected[name]), name
     assert not torch.equal(trained.lm_head.weight, base.lm_head.weight)
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    with pytest.raises(InputError, match="trained every parameter"):
+        adapter_folder(tmp_path / "run")
