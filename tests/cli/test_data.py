@@ -83,7 +83,7 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
     (conversation,) = read_conversations(output)
     assert "7 characters cut" in conversation.messages[1].reasoning
     assert [call.name for call in conversation.messages[1].tool_calls] == ["bash"]
-    assert conversation.source["project"] == "/Users/anna/work/shop"
+    assert conversation.source["project"] == "/Users/anna/projects/shop"
 
 
 def test_from_reads_the_agents_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def _everywhere(secret: str) -> Conversation:
             Message("tool", f"out {secret}", tool_call_id=f"id {secret}", name="run"),
         ),
         (schema,),
-        {"format": "pi", "file": f"/data/{secret}.jsonl", "project": f"/work/{secret}"},
+        {"format": "pi", "file": f"/data/{secret}.jsonl", "project": f"/code/{secret}"},
         (f"note {secret}",),
     )
 

@@ -15,10 +15,10 @@ from instep.sessions.selection import clip, clip_text, parse_date
 
 
 def test_since_and_project(fixtures: Path, read) -> None:
-    conversations, report = read(fixtures, since="2026-03-01", project="anna/WORK/")
+    conversations, report = read(fixtures, since="2026-03-01", project="anna/PROJECTS/")
     assert {c.source["format"] for c in conversations} == {"pi", "claude-code", "codex"}
     assert report.dropped_conversations["other project"] == 5
-    conversations, report = read(fixtures, project="/Users/anna/work/shop")  # the path before redaction
+    conversations, report = read(fixtures, project="/Users/anna/projects/shop")  # the path before redaction
     assert [c.id for c in conversations] == ["pi-one"]
     with pytest.raises(InputError, match=r"nothing left to train on.*started before --since"):
         read("pi_v1.jsonl", since="2026-03-02")
@@ -91,5 +91,5 @@ def test_a_clipped_assistant_turn_is_not_supervised() -> None:
 
 def test_no_redact_is_explicit(read) -> None:
     (conversation,), report = read("pi_v1.jsonl", redact=False)
-    assert conversation.source["project"] == "/Users/anna/work/shop"
+    assert conversation.source["project"] == "/Users/anna/projects/shop"
     assert not report.redactions
