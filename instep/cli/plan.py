@@ -40,13 +40,13 @@ def plan(
     """Estimate the memory of SFT and GRPO: what it goes to, what fits, at which length."""
     from instep.config import DEFAULT_MODEL
     from instep.fitting import USABLE_SHARE, budget_of, options, recommend
-    from instep.models import read_config
+    from instep.models import decoder_config
     from instep.plan import COSTS, read_architecture, refuse_experts
 
     chosen = _engines(engine, list(COSTS))
     sft, grpo = _settings(settings)
     name = model or DEFAULT_MODEL
-    config = read_config(name)
+    config = decoder_config(name)
     refuse_experts(config)
     shape = read_architecture(config)
     budget, where = budget_of(memory) if memory else _here()

@@ -141,20 +141,18 @@ def _window_length(folder: Path, renderings: Sequence[Rendered], max_length: int
     """Window length in tokens and a phrase that says it, as `instep sft` with default settings chooses it."""
     if max_length:
         return max_length, f"{max_length:,} tokens, as asked for"
-    import json
-
     import psutil
 
+    from instep import models
     from instep.config import SftSettings
     from instep.plan import choose_row_length, setup_of
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    config = models.decoder_config(folder)
     defaults = SftSettings()
     length, reason = choose_row_length(
         config,
         max(map(len, renderings), default=0),
-        int(config.get("max_position_embeddings") or 2**31),
+        models.context_length(config),
         available_bytes=psutil.virtual_memory().available,
         rows=defaults.rows_per_batch,
         setup=setup_of(defaults),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from instep import models
 from instep.errors import InputError
 from instep.rendering.template import Renderer
 from instep.rendering.tokenizer import load_tokenizer
@@ -35,8 +36,7 @@ def check_prompts(
             f"model {folder} has no stop token (its tokenizer, config.json and generation_config.json name no "
             "eos token): its completions would never end"
         )
-    config = _read(folder / "config.json")
-    context = int(config.get("text_config", config).get("max_position_embeddings") or 2**31)
+    context = models.context_length(models.decoder_config(folder))
     for task in tasks:
         prompt = renderer.prompt(task.messages, task.tools)
         if len(prompt) + max_new_tokens > context:

@@ -6,7 +6,6 @@ No weights are loaded here: a dry run ends with this.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -75,8 +74,7 @@ class _Part:
 def prepare(settings: SftSettings) -> SftData:
     """Read, render, split, cut and pack. Raises InputError where nothing is left to train on."""
     folder = models.resolve(settings.model.path, settings.model.revision)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    config = models.decoder_config(folder)
     context = _context(settings, config)
     renderer = Renderer(load_tokenizer(folder), settings.rendering.include_reasoning)
     conversations, where, read = _training_conversations(settings)
@@ -146,7 +144,7 @@ def _render(
 
 def _context(settings: SftSettings, config: dict[str, Any]) -> int:
     """The model's context in tokens. Raises InputError where a longer window is asked for."""
-    limit = int(config.get("max_position_embeddings") or 2**31)
+    limit = models.context_length(config)
     if settings.rendering.max_length > limit:
         raise InputError(
             f"rendering.max_length = {settings.rendering.max_length} is beyond the model's context of {limit} "
