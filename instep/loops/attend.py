@@ -33,7 +33,22 @@ OUT_OF_MEMORY = (
 """How torch (CPU, CUDA, MPS), MLX, JAX and numpy say that memory has run out."""
 
 
-class Attendance:
+class Unattended:
+    """What a loop that trains alone, as in tests, has in the place of an attendance."""
+
+    doing = "training"
+    """For the heartbeat."""
+    outcome = "finished"
+
+    def figures(self) -> dict[str, int]:
+        """The machine's memory, for the step's record."""
+        return {}
+
+    def after_step(self, step: int, checkpoint: Callable[[], None], stop: StopFlag) -> None:
+        """Called by the loop after each step."""
+
+
+class Attendance(Unattended):
     """Context manager around the training of one run.
 
     The loop asks `after_step` at each step. How the run ended is written to its heartbeat; an engine's failure for
@@ -52,8 +67,6 @@ class Attendance:
         self._settings, self._run, self._mirror, self._listener = settings, run, mirror, listener
         self._awake = KeepAwake() if settings.run.keep_awake else None
         self._step = step
-        self.doing = "training"
-        """For the heartbeat."""
         self._swap = settings.run.on_swap
         self._watch = MemoryWatch(
             run.path,
@@ -63,7 +76,6 @@ class Attendance:
             read,
         )
         self._told_problem = False
-        self.outcome = "finished"
 
     def __enter__(self) -> Attendance:
         config = flatten(self._settings.model_dump(mode="json", exclude_none=True))
@@ -79,7 +91,6 @@ class Attendance:
         return self
 
     def figures(self) -> dict[str, int]:
-        """The machine's memory, for the step's record."""
         return {
             "memory_available_bytes": self._watch.latest.available_bytes,
             "memory_swap_used_bytes": self._watch.latest.swap_used_bytes,

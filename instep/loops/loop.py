@@ -11,7 +11,7 @@ from typing import Any, Self
 from instep.config import GrpoSettings, SftSettings
 from instep.engines.base import Engine, EngineState, StepReport
 from instep.errors import TrainingError
-from instep.loops.attend import Attendance
+from instep.loops.attend import Attendance, Unattended
 from instep.loops.listener import Listener, StopFlag
 from instep.loops.schedule import Schedule
 from instep.runs.checkpoint import Progress, save_checkpoint
@@ -41,7 +41,7 @@ class Loop(ABC):
         minutes = settings.max_minutes
         self.schedule = Schedule(settings.optimizer, total_steps, minutes * 60 if minutes else None)
         self.log = MetricsLog(run.metrics, through_step=progress.step)
-        self._attendance: Attendance | None = None
+        self._attendance = Unattended()
         self._config = (run.path / CONFIG).read_text(encoding="utf-8")
         self._bad = 0
         self._pace: list[float] = []
@@ -71,8 +71,7 @@ class Loop(ABC):
         Raises TrainingError after three bad steps in a row, with the last good state in `checkpoints/last`.
         """
         finished = self._train(stop)
-        if self._attendance:
-            self._attendance.outcome = "finished" if finished else "stopped"
+        self._attendance.outcome = "finished" if finished else "stopped"
         return finished
 
     def _train(self, stop: StopFlag) -> bool:
@@ -88,8 +87,7 @@ class Loop(ABC):
             if stop.requested or not self.step(stop):
                 self.checkpoint()
                 return False
-            if self._attendance:
-                self._attendance.after_step(self.progress.step, self.checkpoint, stop)
+            self._attendance.after_step(self.progress.step, self.checkpoint, stop)
 
     def attended_by(self, attendance: Attendance) -> Self:
         """With a tracker, the watch over memory and the heartbeat; without, as in tests, it trains alone."""
@@ -108,11 +106,9 @@ class Loop(ABC):
         return step == 0 or self.finished or step % self._run_settings.evaluate_every_steps == 0
 
     def _evaluate_and_keep_best(self, stop: StopFlag) -> bool:
-        if self._attendance:
-            self._attendance.doing = "evaluating"
+        self._attendance.doing = "evaluating"
         result = self.evaluate(stop)
-        if self._attendance:
-            self._attendance.doing = "training"
+        self._attendance.doing = "training"
         if result is None:
             return False
         self.progress = progress = replace(
@@ -152,8 +148,7 @@ class Loop(ABC):
             "memory_driver_bytes": memory.driver_bytes,
             "memory_resident_bytes": memory.resident_bytes,
         }
-        if self._attendance:
-            record |= self._attendance.figures()
+        record |= self._attendance.figures()
         self._pace = [*self._pace[1 - PACE_STEPS :], seconds]
         self.log.write(record)
         progress = self.progress

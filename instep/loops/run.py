@@ -36,7 +36,13 @@ CHANGEABLE_ON_RESUME = (
     "run",
     "tracking",
 )
-"""What does not make it another run: how long, where, and what changes memory and speed but not the step."""
+"""What does not make it another run: how long, where, and what changes memory and speed but not the step. The name
+of a table stands for all that is in it."""
+
+
+def changeable_on_resume(name: str) -> bool:
+    """Whether a setting, by its dotted name, may change when a run goes on."""
+    return name in CHANGEABLE_ON_RESUME or name.partition(".")[0] in CHANGEABLE_ON_RESUME
 
 
 def run_path(settings: SftSettings | GrpoSettings) -> Path:
@@ -150,7 +156,7 @@ def resumed_settings(kind: type[RunKind], path: Path, asked: Mapping[str, Any]) 
         for parent in parents:
             place = place.setdefault(parent, {})
         same = place.get(last) == value
-        if not same and name not in CHANGEABLE_ON_RESUME and parents[:1] not in (["run"], ["tracking"]):
+        if not same and not changeable_on_resume(name):
             raise InputError(
                 f"{name} cannot change when a run goes on (it is {place.get(last)!r} in {path / CONFIG}): "
                 f"start a new run, or change only {', '.join(CHANGEABLE_ON_RESUME)}"

@@ -35,7 +35,7 @@ from instep.errors import InputError
 from instep.files import write_atomically
 from instep.loops import evaluate, grpo_run, sft_data
 from instep.loops.listener import Listener
-from instep.loops.run import CHANGEABLE_ON_RESUME
+from instep.loops.run import changeable_on_resume
 from instep.loops.sft_run import run_sft
 from instep.runs.folder import CONFIG, STAGES, SUMMARY, RunFolder, refuse_existing
 from instep.settings_file import merge, parse_overrides, put, read_tree, unused_settings, validate
@@ -289,8 +289,7 @@ def _same(path: Path, old: Sequence[Stage], new: Sequence[Stage]) -> None:
         )
     for before, after in zip(old, new, strict=True):
         for name, was, _ in _differences(_own_settings(before.settings), _own_settings(after.settings)):
-            free = name in CHANGEABLE_ON_RESUME or name.startswith(("run.", "tracking."))
-            if not free or finished(path, before):
+            if not changeable_on_resume(name) or finished(path, before):
                 raise InputError(
                     f"{before.name}.{name} cannot change when a run goes on (it is {was!r} in {path / STAGES}): "
                     "choose another --run"
