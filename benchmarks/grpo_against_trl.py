@@ -10,12 +10,9 @@ Every measurement is a fresh process and the two sides alternate. TRL runs in an
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -147,35 +144,18 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    # So that a driver that is told to end takes its worker with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    harness.end_on_sigterm()
     wanted = arguments()
     python = harness.peer_python(wanted.work, harness.PEERS / "requirements-trl.txt")
     model, work = resolve(wanted.model).resolve(), wanted.work.resolve() / "grpo-against-trl"
-    before = harness.noise("before")
-    print(harness.machine(), before, sep="\n", flush=True)
+    before = harness.begin()
     parts: list[Part] = []
     for length in wanted.prompt_tokens:
         parts.append(
             measure(length, python, model, work, wanted.gsm8k, wanted.steps, wanted.repeats, wanted.seed)
         )
         print(parts[-1].text(), flush=True)
-    after = harness.noise("after")
-    print("", after, sep="\n")
-    peer = harness.versions_of(python, "trl", "torch", "transformers", "peft", "datasets", "accelerate")
-    own = harness.versions("instep", "torch", "transformers")
-    report = harness.markdown_report(harness.command_line(), peer, own, parts, [before, after])
-    print("\n--- to paste into docs/log.md ---\n", report, sep="\n")
-    if wanted.json is not None:
-        record = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": harness.machine(),
-            "command": harness.command_line(),
-            "versions": {"TRL": peer, "instep": own},
-            "noise": [asdict(before), asdict(after)],
-            "parts": {part.title: part.data for part in parts},
-        }
-        wanted.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    harness.finish(before, parts, wanted.json, harness.versions_of(python, *harness.TRL_PACKAGES))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ import harness
 from harness import Part
 
 from instep.evaluation import wilson_interval
+from instep.runs.folder import METRICS
+from instep.runs.metrics import read_metrics
 
 METRIC = "reward/correctness"
 GAIN, MINUTES = 0.20, 15.0
@@ -40,8 +40,7 @@ def one_run(config: str, seed: int, model: str | None, extra: list[str], folder:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}")
     summary = json.loads(done.stdout)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines if line]
+    records = list(read_metrics(folder / METRICS))
     held_out = [record for record in records if record["kind"] == "validation"]
     return {
         "seed": seed,
@@ -116,33 +115,16 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    # So that a driver that is told to end takes its run with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    harness.end_on_sigterm()
     wanted = arguments()
-    before = harness.noise("before")
-    print(harness.machine(), before, sep="\n", flush=True)
+    before = harness.begin()
     runs = []
     with tempfile.TemporaryDirectory(prefix="instep-learning-") as folder:
         for seed in wanted.seeds:
             place = Path(folder) / f"seed-{seed}"
             runs.append(one_run(wanted.config, seed, wanted.model, wanted.set, place))
             print(table(wanted.config, runs).text(), flush=True)
-    after = harness.noise("after")
-    print("", after, sep="\n")
-    own = harness.versions("instep", "torch", "transformers")
-    parts = [table(wanted.config, runs)]
-    report = harness.markdown_report(harness.command_line(), {}, own, parts, [before, after])
-    print("\n--- to paste into docs/log.md ---\n", report, sep="\n")
-    if wanted.json is not None:
-        record = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": harness.machine(),
-            "command": harness.command_line(),
-            "versions": own,
-            "noise": [asdict(before), asdict(after)],
-            "parts": {part.title: part.data for part in parts},
-        }
-        wanted.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    harness.finish(before, [table(wanted.config, runs)], wanted.json)
 
 
 if __name__ == "__main__":

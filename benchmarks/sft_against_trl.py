@@ -13,12 +13,10 @@ runs in an environment of its own (`peers/requirements-trl.txt`), made on the fi
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -349,8 +347,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    # So that a driver that is told to end takes its worker with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    harness.end_on_sigterm()
     wanted = arguments()
     python = harness.peer_python(wanted.work, harness.PEERS / "requirements-trl.txt")
     bench = Bench(
@@ -361,8 +358,7 @@ def main() -> None:
         wanted.rows_per_step,
         wanted.seed,
     )
-    before = harness.noise("before")
-    print(harness.machine(), before, sep="\n", flush=True)
+    before = harness.begin()
     parts: list[Part] = []
     for number in sorted(set(wanted.parts)):
         if number == 1:
@@ -372,22 +368,7 @@ def main() -> None:
         else:
             parts.append(memory_by_length(bench, wanted.repeats))
         print(parts[-1].text(), flush=True)
-    after = harness.noise("after")
-    print("", after, sep="\n")
-    peer = harness.versions_of(python, "trl", "torch", "transformers", "peft", "datasets", "accelerate")
-    own = harness.versions("instep", "torch", "transformers")
-    report = harness.markdown_report(harness.command_line(), peer, own, parts, [before, after])
-    print("\n--- to paste into docs/log.md ---\n", report, sep="\n")
-    if wanted.json is not None:
-        record = {
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "machine": harness.machine(),
-            "command": harness.command_line(),
-            "versions": {"TRL": peer, "instep": own},
-            "noise": [asdict(before), asdict(after)],
-            "parts": {part.title: part.data for part in parts},
-        }
-        wanted.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    harness.finish(before, parts, wanted.json, harness.versions_of(python, *harness.TRL_PACKAGES))
 
 
 if __name__ == "__main__":

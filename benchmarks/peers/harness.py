@@ -14,6 +14,7 @@ import os
 import platform
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 PEERS = Path(__file__).resolve().parent
+INSTEP_PACKAGES = ("instep", "torch", "transformers")
+TRL_PACKAGES = ("trl", "torch", "transformers", "peft", "datasets", "accelerate")
 
 
 # -- the peer's environment -------------------------------------------------------------------------------
@@ -377,6 +380,40 @@ class Part:
     def markdown(self) -> str:
         remarks = "\n".join(f"- {remark}" for remark in self.remarks)
         return f"**{self.title}**\n\n{markdown_table(self.head, self.rows)}\n\n{remarks}".rstrip()
+
+
+def end_on_sigterm() -> None:
+    """So that a driver that is told to end takes its worker with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def begin() -> Noise:
+    """Show the machine and how quiet it is."""
+    before = noise("before")
+    print(machine(), before, sep="\n", flush=True)
+    return before
+
+
+def finish(before: Noise, parts: list[Part], file: Path | None, peer: dict[str, str] | None = None) -> None:
+    """Look at the noise again, show the block for docs/log.md, and write everything measured to `file`.
+
+    `peer`: the versions on the peer's side, where there is one.
+    """
+    after = noise("after")
+    own_versions, peer_versions = versions(*INSTEP_PACKAGES), peer or {}
+    print("", after, sep="\n")
+    report = markdown_report(command_line(), peer_versions, own_versions, parts, [before, after])
+    print("\n--- to paste into docs/log.md ---\n", report, sep="\n")
+    if file is not None:
+        record = {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "machine": machine(),
+            "command": command_line(),
+            "versions": {"peer": peer_versions, "instep": own_versions},
+            "noise": [asdict(before), asdict(after)],
+            "parts": {part.title: part.data for part in parts},
+        }
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def markdown_report(

@@ -85,7 +85,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     peak = max(load_peak.bytes, harness.peak_resident_bytes())
     adapter = json.loads((Path.cwd() / "run" / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     return {
-        "versions": harness.versions("instep", "torch", "transformers"),
+        "versions": harness.versions(*harness.INSTEP_PACKAGES),
         "settings": watch.choices | {"weights": summary["precision"], "rank": adapter["r"]},
         "steps": watch.steps,
         "peak_resident_bytes": peak,

@@ -101,7 +101,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     if job["adapter"]:
         save_adapter(job["adapter"], kept, adapter_settings(job), job["model"], replace=True)
     return {
-        "versions": harness.versions("instep", "torch", "transformers"),
+        "versions": harness.versions(*harness.INSTEP_PACKAGES),
         "settings": report.choices | {"weights": report.precision},
         "trainable_parameters": report.trainable_parameters,
         "load_seconds": load_seconds,

@@ -2,9 +2,8 @@
 
 Usage: python trl_grpo.py JOB.json RESULT.json (see `harness.run_worker`).
 
-What TRL is given, so that it is at its best here: bf16 weights, scaled-dot-product attention, prompts of one length
-so that nothing is padded, one group a micro-batch (the whole batch at once is slower here and takes more memory),
-no data-loader workers, no reports, no saving. The reference is the model with its adapter off, as in instep.
+What TRL is given besides `trl_settings`: prompts of one length so that nothing is padded, and one group a micro-batch,
+as instep has it. The reference is the model with its adapter off, as in instep.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import torch
+import trl_settings
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from vowels import share_of_vowels
@@ -63,7 +61,7 @@ class Watch(TrainerCallback):
 
 def config(job: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(
-        output_dir=str(Path.cwd() / "trl"),
+        **trl_settings.training_arguments(job),
         per_device_train_batch_size=job["group_size"],
         gradient_accumulation_steps=job["prompts_per_step"],
         num_generations=job["group_size"],
@@ -71,26 +69,9 @@ def config(job: dict[str, Any]) -> GRPOConfig:
         temperature=1.0,
         beta=job["beta"],
         loss_type="grpo",
-        learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch",
         gradient_checkpointing=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
         max_steps=job["steps"],
         shuffle_dataset=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=job["seed"],
-        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
     )
 
 
@@ -104,26 +85,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         reward_funcs=rewards,
         args=config(job),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        peft_config=LoraConfig(
-            r=job["rank"],
-            lora_alpha=job["alpha"],
-            lora_dropout=0.0,
-            target_modules=job["target_modules"],
-            task_type="CAUSAL_LM",
-        ),
+        peft_config=trl_settings.lora(job),
         callbacks=[watch],
     )
     trainer.train()
-    base = next(p for p in trainer.model.parameters() if not p.requires_grad)
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
     return {
-        "versions": harness.versions("trl", "torch", "transformers", "peft", "datasets", "accelerate"),
-        "settings": {
-            "weights": str(base.dtype),
-            "adapter": str(trained[0].dtype),
-            "attention": trainer.model.config._attn_implementation,
-            "threads": torch.get_num_threads(),
-        },
+        "versions": harness.versions(*harness.TRL_PACKAGES),
+        "settings": trl_settings.settings_of(trainer.model),
         "steps": watch.steps,
         "peak_resident_bytes": harness.peak_resident_bytes(),
     }

@@ -2,9 +2,8 @@
 
 Usage: python trl_sft.py JOB.json RESULT.json (see `harness.run_worker`; the job's keys are those of `train`).
 
-What TRL is given, so that it is at its best here: bf16 weights, scaled-dot-product attention, labels ready in
-the data set (no tokenizing), one row per micro-batch so that nothing is padded, no data-loader workers, no
-reports, no saving. TRL 1.16 runs the head in chunks by default ("fused LM head"), which is left on.
+What TRL is given besides `trl_settings`: labels ready in the data set (no tokenizing), and one row per micro-batch so
+that nothing is padded. TRL 1.16 runs the head in chunks by default ("fused LM head"), which is left on.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 import harness
 import torch
+import trl_settings
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -70,35 +69,18 @@ class Watch(TrainerCallback):
             self.log.steps[-1].loss = float(logs["loss"])
 
 
-def config(job: dict[str, Any], rows: int) -> SFTConfig:
+def config(job: dict[str, Any]) -> SFTConfig:
+    arguments = trl_settings.training_arguments(job) | {"bf16": job["autocast"]}
     return SFTConfig(
-        output_dir=str(Path.cwd() / "trl"),
+        **arguments,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=job["rows_per_step"],
-        learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        optim="adamw_torch",
         max_length=job["max_length"],
         packing=False,
         gradient_checkpointing=job["gradient_checkpointing"],
-        bf16=job["autocast"],
-        fp16=False,
-        use_cpu=True,
         max_steps=job["steps"] if job["steps"] is not None else MANY_STEPS,
         train_sampling_strategy="sequential",
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="steps",
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
         eval_strategy="no",
-        disable_tqdm=True,
-        seed=job["seed"],
-        model_init_kwargs={"dtype": "bfloat16", "attn_implementation": "sdpa"},
     )
 
 
@@ -110,15 +92,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     watch = Watch(job["seconds"])
     trainer = CountingTrainer(
         model=job["model"],
-        args=config(job, len(rows)),
+        args=config(job),
         train_dataset=Dataset.from_dict({"input_ids": [r.tokens for r in rows], "labels": labels}),
-        peft_config=LoraConfig(
-            r=job["rank"],
-            lora_alpha=job["alpha"],
-            lora_dropout=0.0,
-            target_modules=job["target_modules"],
-            task_type="CAUSAL_LM",
-        ),
+        peft_config=trl_settings.lora(job),
         callbacks=[watch],
     )
     if len(trainer.train_dataset) != len(rows):
@@ -134,17 +110,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
                 if name in watch.kept:
                     parameter.copy_(watch.kept[name])
         trainer.model.save_pretrained(job["adapter"])
-    base = next(p for p in trainer.model.parameters() if not p.requires_grad)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     return {
-        "versions": harness.versions("trl", "torch", "transformers", "peft", "datasets", "accelerate"),
-        "settings": {
-            "weights": str(base.dtype),
-            "adapter": str(trained[0].dtype),
-            "attention": trainer.model.config._attn_implementation,
-            "autocast": job["autocast"],
-            "threads": torch.get_num_threads(),
-        },
+        "versions": harness.versions(*harness.TRL_PACKAGES),
+        "settings": trl_settings.settings_of(trainer.model) | {"autocast": job["autocast"]},
         "trainable_parameters": sum(p.numel() for p in trained),
         "load_seconds": load_seconds,
         "steps": watch.log.as_json(),
