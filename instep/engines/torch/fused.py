@@ -220,18 +220,23 @@ def apply(modules: Sequence[nn.Module], names: Sequence[str]) -> None:
 
 
 def _run(layer: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:
-    """Output of a layer and the gradient of its input."""
+    """Output of a layer, the gradient of its input, and its output where no gradient is wanted (another path)."""
     tokens = x.shape[1]
     position = torch.arange(tokens)[None]
     layout = Layout(*(position[0].numpy(),) * 3, spans=(Span(0, tokens),))  # type: ignore[arg-type]
     x = x.clone().requires_grad_(True)
-    output = layer(
-        x, attention_mask=None, position_ids=position, position_embeddings=(cos, sin), plan=Plan(layout)
-    )
-    output = output[0] if isinstance(output, tuple) else output
+
+    def forward() -> torch.Tensor:
+        output = layer(
+            x, attention_mask=None, position_ids=position, position_embeddings=(cos, sin), plan=Plan(layout)
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    output = forward()
     (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
     assert x.grad is not None
-    return [output.detach(), x.grad]
+    with torch.no_grad():
+        return [output.detach(), x.grad, forward()]
 
 
 class _Listener:
@@ -293,7 +298,8 @@ def _difference(
 def choose(layers: Sequence[nn.Module], head_dim: int) -> tuple[list[str], str]:
     """The patches that equal the stock modules, and a line that says which, why, and which do not.
 
-    One layer of each kind is copied to float32 on the CPU and run on a few tokens, forward and backward.
+    One layer of each kind is copied to float32 on the CPU and run on a few tokens, forward and backward, and
+    forward alone.
     """
     generator = torch.Generator().manual_seed(0)
     kinds = {_kind(layer): layer for layer in layers}

@@ -141,22 +141,16 @@ def _merged(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     _, heads, groups, width = q.shape
     output, own_lse = flash(q, *own, 0.0, False, scale=scale)
-    seen = [one for one in prompts if one[2].shape[1]]  # others are out of the window
-    if not seen:
+    if not any(pk.shape[1] for _, _, pk, _ in prompts):  # a window leaves all prompts at the same step
         return output
     by_head = q.transpose(0, 1).contiguous()
     parts = [
         flash(by_head[:, a:b].reshape(1, heads, -1, width), pk[None], pv[None], 0.0, False, scale=scale)
-        for a, b, pk, pv in seen
+        for a, b, pk, pv in prompts
     ]
     shared = torch.cat([o.view(heads, -1, groups, width) for o, _ in parts], 1).transpose(0, 1)
     lse = torch.cat([lse.view(heads, -1, groups) for _, lse in parts], 1).transpose(0, 1)
-    if len(seen) == len(prompts):
-        return torch.lerp(shared.float(), output.float(), torch.sigmoid(own_lse - lse)[..., None]).to(q.dtype)
-    at = torch.cat([torch.arange(a, b) for a, b, _, _ in seen])
-    of_own = torch.sigmoid(own_lse[at] - lse)[..., None]
-    output[at] = torch.lerp(shared.float(), output[at].float(), of_own).to(q.dtype)
-    return output
+    return torch.lerp(shared.float(), output.float(), torch.sigmoid(own_lse - lse)[..., None]).to(q.dtype)
 
 
 def _plain(
