@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def refuse_output(path: Path, option: str, force: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse, before any work is done, an output file that could not be written or would cost the user something:
+    a folder, a device or a link, one of the `inputs`, and any file that exists unless `force` is given."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: give {option} the name of a file")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(
+            f"{path} is a link or a device and would be replaced: give {option} the name of a file"
+        )
+    if not path.exists():
+        return
+    if not force:
+        raise InputError(f"{path} exists already: choose another name, or --force to replace it")
+    if any(one.exists() and one.samefile(path) for one in inputs):
+        raise InputError(f"{path} is read by this command and would be replaced by it: choose another name")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -60,11 +60,11 @@ def build(
 ) -> None:
     """Write the conversations of agent sessions to one file, secrets redacted, and report what was left out."""
     from instep.config import BuildSettings
+    from instep.files import refuse_output
     from instep.sessions import build as build_conversations
     from instep.sessions.formats import default_locations
     from instep.sessions.store import write_conversations
 
-    _check_output(output, force)
     places = [*(sources or []), *(place for agent in agents for place in default_locations(agent))]
     if not places:
         raise InputError("nothing to read: give session files or folders, or --from pi, claude-code or codex")
@@ -76,6 +76,7 @@ def build(
         "exclude_tools": tuple(exclude_tools) or None,
         "redact": False if no_redact else None,
     }
+    refuse_output(output, "-o", force, _sessions_among(places, output))
     # What was not given keeps the default of config.py, which is not imported for `--help`.
     settings = BuildSettings.model_validate({k: v for k, v in given.items() if v is not None})
     conversations, report = build_conversations(places, settings)
@@ -89,12 +90,14 @@ def build(
     print(f"{report.conversations:,} conversations written to {output}")
 
 
-def _check_output(output: Path, force: bool) -> None:
-    """Refuse before any work is done what would fail, or overwrite, after it."""
-    if output.is_dir():
-        raise InputError(f"{output} is a folder: give -o the name of a file, such as conversations.jsonl")
-    if output.exists() and not force:
-        raise InputError(f"{output} exists already: choose another name, or --force to replace it")
+def _sessions_among(places: list[Path], output: Path) -> list[Path]:
+    """The output itself where it would be read as a session: what `instep data build` wrote is not."""
+    from instep.sessions.build import read_if_conversations
+    from instep.sessions.files import find_files
+
+    if not output.exists() or not any(file.samefile(output) for file in find_files(places) if file.exists()):
+        return []
+    return [] if read_if_conversations(output) else [output]
 
 
 @app.command("report")

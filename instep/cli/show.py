@@ -45,7 +45,9 @@ def show(
 ) -> None:
     """Print a conversation as the model will see it, with what it is trained on marked."""
     if html is not None:
-        _check_output(html, force)
+        from instep.files import refuse_output
+
+        refuse_output(html, "--html", force, [file])
     conversation, facts = _pick(file, index, identifier)
     from instep.config import DEFAULT_MODEL
     from instep.models import resolve
@@ -97,13 +99,6 @@ def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {what}" for key, what in value.items()) or "nothing"
     return str(value)
-
-
-def _check_output(path: Path, force: bool) -> None:
-    if path.is_dir():
-        raise InputError(f"{path} is a folder: give --html the name of a file, such as conversation.html")
-    if path.exists() and not force:
-        raise InputError(f"{path} exists already: choose another name, or --force to replace it")
 
 
 def _pick(file: Path, index: int | None, identifier: str | None) -> tuple[Conversation, dict[str, Any]]:

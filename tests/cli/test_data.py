@@ -130,3 +130,22 @@ def test_importing_the_command_imports_no_heavy_library() -> None:
     heavy = ["torch", "transformers", "mlx", "jax", "detect_secrets", "requests", "tokenizers"]
     code = f"import sys, instep.cli.data; sys.exit(any(name in sys.modules for name in {heavy!r}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_force_replaces_what_was_built_and_nothing_else(tmp_path: Path) -> None:
+    session = tmp_path / "session.jsonl"
+    session.write_bytes((FIXTURES / "chat.jsonl").read_bytes())
+    output = tmp_path / "c.jsonl"
+    run("build", tmp_path, "-o", output)
+    built = output.read_bytes()
+    run("build", tmp_path, "-o", output, "--force")  # it lies among the sources, but is none
+    assert output.read_bytes() == built
+    for sources in ([session], [tmp_path]):
+        assert "is read by this command" in refused("build", *sources, "-o", session, "--force")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(output)
+    assert "link or a device" in refused("build", session, "-o", link, "--force")
+    assert "link or a device" in refused("build", session, "-o", "/dev/null", "--force")
+    assert "is read by this command" in refused("show", output, "--html", output, "--force")
+    assert session.read_bytes() == (FIXTURES / "chat.jsonl").read_bytes()
+    assert link.is_symlink() and output.read_bytes() == built
