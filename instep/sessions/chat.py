@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.records import Conversation, Message, Role, StopReason, ToolCall
-from instep.sessions.lines import STRICT, Record
+from instep.sessions.lines import Record, decode
 from instep.sessions.report import ReadReport
 from instep.sessions.turns import finish, string, text_of, tool_call
 
@@ -73,8 +73,8 @@ def tool_schemas(tools: Any, report: ReadReport) -> list[dict[str, Any]]:
     """Schemas in the OpenAI form, from that form, from bare functions, or from the JSON text of either."""
     if isinstance(tools, str) and tools:
         try:
-            tools = STRICT.decode(tools)
-        except (ValueError, RecursionError):
+            tools = decode(tools)
+        except ValueError:
             report.quarantined["tools are not JSON"] += 1
             return []
     schemas = []

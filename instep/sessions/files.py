@@ -20,12 +20,12 @@ def find_files(sources: Sequence[Path]) -> list[Path]:
     Raises InputError for a source that does not exist.
     """
     files: list[Path] = []
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for source in sources:
         if not source.exists():
             raise InputError(f"{source} does not exist: give session files, or folders that hold them")
         for file in [source] if not source.is_dir() else _walk(source):
-            resolved = file.resolve()
+            resolved = os.path.realpath(file)  # unlike Path.resolve, it does not stop at a loop of links
             if resolved not in seen and (file.is_file() or not source.is_dir()):
                 seen.add(resolved)
                 files.append(file)

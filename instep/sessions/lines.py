@@ -54,6 +54,17 @@ STRICT = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 """JSON as its standard has it: no NaN, no Infinity, no number that overflows to one."""
 
 
+def decode(text: str) -> Any:
+    """A JSON value that stands as text inside a record. Raises ValueError where it is none, or nested too deeply."""
+    try:
+        value = STRICT.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _too_deep(text, value):
+        raise ValueError("nested too deeply")
+    return _without_lone_surrogates(value)[0] if _LONE_SURROGATE.search(text) else value
+
+
 def split_records(data: bytes) -> Lines:
     """Read every JSON object in `data`; several on one line, NUL runs and torn lines included. Never raises."""
     lines = Lines()

@@ -69,7 +69,8 @@ class Redactor:
         """Take in the secrets that only their surroundings give away, and the names of home directories."""
         for text in _texts(value):
             for match in HOME.finditer(text) if "Users" in text or "/home/" in text else ():
-                if match["windows"] or match["slash"] is not None or match[0].startswith("/Users/"):
+                # A value that is such a path and nothing else (a working directory) is one, too.
+                if _certainly_home(match) or match[0] == text:
                     self._names.add(match["unix"] or match["windows"])
             for pattern in patterns():
                 if pattern.contextual and any(hint in text for hint in pattern.hints):
@@ -97,6 +98,8 @@ class Redactor:
         return value
 
     def _member(self, key: str, item: Any) -> Any:
+        if isinstance(item, list) and SECRET_NAMES.match(key):
+            return [self._member(key, one) for one in item]
         if isinstance(item, str) and SECRET_NAMES.match(key) and len(item) >= 8 and is_secret_value(item):
             redacted = self.text(item)
             if redacted != item:
@@ -164,12 +167,15 @@ class Redactor:
 
     def _home_directory(self, match: re.Match[str]) -> str:
         name = match["unix"] or match["windows"]
-        certain = match["windows"] or match[0].startswith("/Users/") or match["slash"] is not None
         # `/home/dashboard` may be a route: without a slash behind it, only a name met as a directory counts.
-        if name in ("Shared", "Public") or not (certain or name in self._names):
+        if name in ("Shared", "Public") or not (_certainly_home(match) or name in self._names):
             return match[0]
         self.counts["home-directory"] += 1
         return "~"
+
+
+def _certainly_home(match: re.Match[str]) -> bool:
+    return bool(match["windows"] or match["mac"] or match["slash"] is not None)
 
 
 def _any_of(secrets: dict[str, str]) -> re.Pattern[str]:
@@ -195,7 +201,8 @@ def _named_secrets(value: Any) -> Iterator[str]:
             yield from _named_secrets(item)
     elif isinstance(value, dict):
         for key, item in value.items():
-            if isinstance(item, str) and SECRET_NAMES.match(key) and is_secret_value(item):
-                yield item
-            else:
-                yield from _named_secrets(item)
+            for one in item if isinstance(item, list) else [item]:
+                if isinstance(one, str) and SECRET_NAMES.match(key) and is_secret_value(one):
+                    yield one
+                else:
+                    yield from _named_secrets(one)

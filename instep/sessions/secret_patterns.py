@@ -182,7 +182,8 @@ def _contextual() -> list[Pattern]:
         # //user:password@host; not host:port@, not ${templates}.
         Pattern(
             "url-password",
-            re.compile(r"://[^\s/:@\"'`<>\\]{0,100}:(?P<value>[^\s/@\"'`<>\\]{3,200})@[A-Za-z0-9\[]"),
+            # Up to the last @ before the host: a password may hold one.
+            re.compile(r"://[^\s/:@\"'`<>\\]{0,100}:(?P<value>[^\s/\"'`<>\\]{3,200})@[A-Za-z0-9\[]"),
             ("://",),
             _literal_value,
             contextual=True,
@@ -200,6 +201,24 @@ def _contextual() -> list[Pattern]:
                 r"(?i)authorization[\"']?\s*[:=]\s*[\"']?(?:basic|token)\s+(?P<value>[A-Za-z0-9+/=_-]{8,})"
             ),
             ("uthorization", "UTHORIZATION"),
+            contextual=True,
+        ),
+        Pattern(
+            "api-key",
+            re.compile(
+                r"(?i)\bx-(?:api-key|auth-token)\\?[\"']?\s*[:=]\s*\\?[\"']?(?P<value>[A-Za-z0-9._~+/=-]{8,})"
+            ),
+            ("-Key", "-key", "-KEY", "-Token", "-token", "-TOKEN"),
+            _secret_value,
+            contextual=True,
+        ),
+        # As in ~/.aws/credentials: detect-secrets' own pattern wants quotes.
+        Pattern(
+            "aws-secret-key",
+            re.compile(
+                r"(?i)aws_?secret_?access_?key\\?[\"']?\s*[:=]\s*\\?[\"']?(?P<value>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])"
+            ),
+            ("aws", "AWS", "Aws"),
             contextual=True,
         ),
         Pattern("npm-token", re.compile(r"_authToken\s*=\s*(?P<value>[^\s\"'$]{20,})"), ("_authToken",)),
@@ -250,6 +269,7 @@ EMAIL = re.compile(
 )
 
 HOME = re.compile(
-    r"(?:(?<![\w.~-])|(?<=\\[nrt]))(?:/(?:Users|home)/(?P<unix>[A-Za-z0-9._-]*[A-Za-z0-9_])(?P<slash>(?=/))?"
+    r"(?:(?<![\w.~-])|(?<=\\[nrt]))(?:(?:/mnt/[a-z])?/(?:(?P<mac>Users)|home)/(?P<unix>[A-Za-z0-9._-]*[A-Za-z0-9_])"
+    r"(?P<slash>(?=:?/))?"
     r"|[A-Za-z]:(?:\\\\|\\|/)Users(?:\\\\|\\|/)(?P<windows>[A-Za-z0-9._-]+))"
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from instep.records import Conversation, Message, StopReason, ToolCall
-from instep.sessions.lines import STRICT
+from instep.sessions.lines import decode
 from instep.sessions.report import ReadReport
 
 _TEXT_PARTS = {"text", "input_text", "output_text", "summary_text"}
@@ -67,8 +67,8 @@ def arguments_object(value: Any) -> tuple[dict[str, Any], bool]:
         return {}, True
     if isinstance(value, str):
         try:
-            parsed = STRICT.decode(value)
-        except (ValueError, RecursionError):
+            parsed = decode(value)
+        except ValueError:
             return {"input": value}, False
         return (parsed, True) if isinstance(parsed, dict) else ({"input": value}, False)
     return (dict(value), True) if isinstance(value, Mapping) else ({"input": value}, False)

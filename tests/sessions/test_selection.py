@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from instep.errors import InputError
 from instep.records import Conversation, Message, ToolCall
 from instep.sessions.report import ReadReport
 from instep.sessions.selection import clip, clip_text, parse_date
+from instep.sessions.store import read_conversations, write_conversations
 
 
 def test_since_and_project(fixtures: Path, read) -> None:
@@ -93,3 +95,39 @@ def test_no_redact_is_explicit(read) -> None:
     (conversation,), report = read("pi_v1.jsonl", redact=False)
     assert conversation.source["project"] == "/Users/anna/projects/shop"
     assert not report.redactions
+
+
+def test_a_loop_of_links_in_a_folder_does_not_stop_the_others(tmp_path: Path, fixtures: Path, read) -> None:
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "chat.jsonl").write_bytes((fixtures / "chat.jsonl").read_bytes())
+    assert len(read(tmp_path)[0]) == 3
+
+
+def _calls(arguments: str, tools: str = "[]") -> str:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    return json.dumps({"messages": messages, "tools": tools}) + "\n"
+
+
+DEEP = '{"a":' * 700 + "1" + "}" * 700
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        _calls(DEEP),
+        _calls("{}", f'[{{"name": "f", "parameters": {DEEP}}}]'),
+        _calls('{"x": "\\ud800"}'),
+        _calls("{}", '[{"name": "f\\ud800"}]'),
+    ],
+    ids=["deep arguments", "deep schema", "half a character in arguments", "half a character in a schema"],
+)
+def test_json_text_inside_a_record_is_no_reason_to_stop(
+    line: str, tmp_path: Path, fixtures: Path, read
+) -> None:
+    good = (fixtures / "chat.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "chat.jsonl").write_text(line + good, encoding="utf-8")
+    conversations, _ = read(tmp_path / "chat.jsonl")
+    assert len(conversations) >= 3
+    write_conversations(tmp_path / "out.jsonl", conversations)
+    assert len(read_conversations(tmp_path / "out.jsonl")) == len(conversations)
