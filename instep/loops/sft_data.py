@@ -26,6 +26,7 @@ from instep.rendering.tokenizer import load_tokenizer
 from instep.rendering.windows import windows
 from instep.tasks import demonstration, load_tasks, tags_of
 
+REFUSED = "in a conversation that the chat template fails on"
 FAR_FROM_GOAL = 2.0
 """Whole sessions are held out where they give between 1/2 and 2 times the share that is asked for."""
 
@@ -69,6 +70,8 @@ class _Part:
     conversation: Conversation
     rendered: list[Rendered]
     turns: frozenset[int]
+    refused: str | None = None
+    """Why the template gives no rendering of it."""
 
 
 def prepare(settings: SftSettings) -> SftData:
@@ -112,7 +115,12 @@ def prepare(settings: SftSettings) -> SftData:
         validation_order=held,
         row_length=row_length,
         fingerprint=fingerprint([*train_samples, *validation_samples]),
-        choices={"row length": reason, "validation": how, "context": f"at least {min_context} tokens"},
+        choices={
+            "row length": reason,
+            "validation": how,
+            "context": f"at least {min_context} tokens",
+            **_refusals(train + validation),
+        },
         read=read,
     )
 
@@ -133,13 +141,29 @@ def _training_conversations(settings: SftSettings) -> tuple[list[Conversation], 
 def _render(
     renderer: Renderer, conversations: Sequence[Conversation], where: str, context: int
 ) -> list[_Part]:
+    """One part for each conversation; one that the template fails on has no rendering and says why.
+
+    Raises InputError where there is none, or the template fails on all.
+    """
     parts = []
     for conversation in conversations:
         turns = frozenset(i for i, m in enumerate(conversation.messages) if m.role == "assistant")
-        parts.append(_Part(conversation, renderer.render(conversation, context), turns))
+        try:
+            parts.append(_Part(conversation, renderer.render(conversation, context), turns))
+        except InputError as error:
+            parts.append(_Part(conversation, [], turns, str(error)))
     if not parts:
         raise InputError(f"{where}: no conversation found; see `instep data report`")
+    refusals = [part.refused for part in parts if part.refused]
+    if len(refusals) == len(parts):
+        raise InputError(refusals[0])
     return parts
+
+
+def _refusals(parts: Sequence[_Part]) -> dict[str, str]:
+    """For the choices that are told: how many conversations were left out, and the first reason."""
+    refused = [part.refused for part in parts if part.refused]
+    return {"left out": f"{len(refused)} conversations, the first: {refused[0]}"} if refused else {}
 
 
 def _context(settings: SftSettings, config: dict[str, Any]) -> int:
@@ -289,7 +313,7 @@ def account(parts: Iterable[_Part], samples: Sequence[Sample], order: Order) -> 
         for turn in part.turns:
             turns += 1
             if (part.conversation.id, turn) not in supervised:
-                dropped[_why(part.conversation, turn)] += 1
+                dropped[REFUSED if part.refused else _why(part.conversation, turn)] += 1
     row_tokens = [sum(len(samples[index]) for index in row) for row in order.rows]
     processed = sum(row_tokens)
     # A row is padded to the longest row of its micro-batch, at most to the longest of all.

@@ -12,8 +12,9 @@ import pytest
 
 from instep.config import SftSettings
 from instep.errors import InputError
-from instep.loops.sft_data import SftData, prepare
+from instep.loops.sft_data import REFUSED, SftData, prepare
 from instep.records import Conversation, Message
+from instep.rendering.template import Renderer
 from instep.sessions.store import write_conversations
 
 
@@ -141,3 +142,23 @@ def test_rows_hold_every_sample_and_stay_within_the_row_length(make: Any) -> Non
     assert max(lengths) <= data.row_length == 160
     assert sum(lengths) == data.train.report["processed_tokens"]
     assert np.unique(np.concatenate(data.order.rows)).size == len(data.train.samples)
+
+
+def test_a_conversation_that_the_template_fails_on_is_left_out_and_named(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Renderer.render
+
+    def render(self: Renderer, conversation: Conversation, *more: Any) -> Any:
+        if conversation.id.startswith("bad"):
+            raise InputError(f"conversation {conversation.id}: the chat template fails on it")
+        return whole(self, conversation, *more)
+
+    monkeypatch.setattr(Renderer, "render", render)
+    data = make([conversation("bad", "s0", 2), *(conversation(f"c{i}", f"s{i}", 3) for i in range(1, 9))])
+    reports = (data.train.report, data.validation.report)
+    assert sum(report["assistant_turns"] for report in reports) == 26
+    assert sum(report["dropped_turns"].get(REFUSED, 0) for report in reports) == 2
+    assert "conversation bad" in data.choices["left out"]
+    with pytest.raises(InputError, match="conversation bad: the chat template fails"):
+        make([conversation("bad", "s0", 2), conversation("bad2", "s1", 2)])
