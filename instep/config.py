@@ -41,7 +41,7 @@ class ModelSettings(Settings):
 class AdapterSettings(Settings):
     kind: Literal["lora", "full"] = "lora"
     """What is trained: low-rank adapters on a frozen base, or every parameter."""
-    rank: PositiveInt = 16
+    rank: Annotated[int, Field(ge=1, le=65_536)] = 16
     alpha: PositiveFloat = 32.0
     """The low-rank product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
@@ -70,7 +70,7 @@ class OptimizerSettings(Settings):
     beta1: Share = 0.9
     beta2: Share = 0.999
     epsilon: PositiveFloat = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Decoupled (AdamW)."""
     clip_norm: PositiveFloat = 1.0
     """Global gradient norm above which the gradient is scaled down."""
@@ -186,7 +186,7 @@ class RunSettings(Settings):
     again, or the end of the run."""
     swap_growth_megabytes: PositiveInt = 512
     """So much more swap in use than at the beginning, or than at the last warning, is growth."""
-    watch_seconds: PositiveFloat = 5.0
+    watch_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Memory and swap are looked at, and the heartbeat is written, this often."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from instep.config import GrpoSettings, SftSettings
-from instep.errors import InputError, TrainingError
+from instep.errors import TrainingError
 from instep.files import writing
 from instep.loops.listener import Listener, StopFlag
 from instep.runs.awake import KeepAwake
@@ -79,11 +79,7 @@ class Attendance(Unattended):
 
     def __enter__(self) -> Attendance:
         config = flatten(self._settings.model_dump(mode="json", exclude_none=True))
-        try:
-            self._mirror.begin(self._run.id, dict(config))
-        except InputError:
-            self._run.discard_if_new()
-            raise
+        self._mirror.begin(self._run.id, dict(config))
         with writing(self._run.path):
             self._watch.start()
         if self._awake:

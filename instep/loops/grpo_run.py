@@ -53,6 +53,9 @@ def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -
         try:
             loop = GrpoLoop(engine, report.precision, data, settings, run, listener, progress)
             return _train(loop, settings, report, run, folder, mirror)
+        except InputError:
+            run.discard_if_new()
+            raise
         finally:
             run.close()
 

@@ -212,10 +212,12 @@ def write_result(loop: Loop, settings: SftSettings | GrpoSettings, model_folder:
     """Write what was trained where a user looks for it; returns which checkpoint it is."""
     run, progress = loop.run, loop.progress
     best = run.checkpoint("best")
+    state, which = loop.engine.state(), f"last (step {progress.step})"
     if best.is_dir() and progress.best_step != progress.step:
-        state, which = load_checkpoint(best)[0], f"best (step {progress.best_step})"
-    else:
-        state, which = loop.engine.state(), f"last (step {progress.step})"
+        try:
+            state, which = load_checkpoint(best)[0], f"best (step {progress.best_step})"
+        except InputError as error:
+            loop.listener.note(f"{error}; the result is that of the last step instead")
     if settings.adapter.kind == "full":
         save_full_model(run.path / "model", state, model_folder)
     else:

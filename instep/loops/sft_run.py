@@ -6,6 +6,7 @@ from typing import Any
 
 from instep import engines
 from instep.config import SftSettings
+from instep.errors import InputError
 from instep.loops.attend import Attendance, tell_silent_end
 from instep.loops.listener import Listener, StopFlag
 from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
@@ -47,5 +48,8 @@ def run_sft(settings: SftSettings, listener: Listener, resume: bool = False) -> 
             summary |= {"best_validation_loss": loop.progress.best_validation_loss, "data": data.report()}
             run.write_summary(summary)
             return summary
+        except InputError:
+            run.discard_if_new()
+            raise
         finally:
             run.close()

@@ -89,9 +89,11 @@ def load_checkpoint(folder: Path) -> tuple[EngineState, Progress]:
         tensors = load_file(folder / STATE)
         progress = Progress(**manifest["progress"])
         step = int(manifest["optimizer_step"])
+        if not isinstance(progress.step, int) or progress.step < 0:
+            raise ValueError(f"progress.step is {progress.step!r}, expected a number of steps")
     except FileNotFoundError as error:
         raise InputError(f"no checkpoint in {folder}: {Path(error.filename).name} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise InputError(f"checkpoint {folder} cannot be read: {error}") from None
     parts: dict[str, dict[str, np.ndarray]] = {"parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for key, value in tensors.items():

@@ -30,7 +30,9 @@ def default_folder(model: str) -> Path:
 
 def refuse_existing(path: Path) -> None:
     """Raises InputError where a new run cannot have this folder: a run is never overwritten."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    with writing(path):  # such as a name that is too long
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    if taken:
         raise InputError(
             f"run folder {path} already exists and is not empty: go on with it (--resume), "
             "or choose another name (--run)"
@@ -65,8 +67,12 @@ class RunFolder:
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
         run = cls(path, new=True)
-        run._acquire()
-        write_atomically(path / CONFIG, config)
+        try:
+            run._acquire()
+            write_atomically(path / CONFIG, config)
+        except BaseException:
+            run.discard_if_new()
+            raise
         return run
 
     @classmethod

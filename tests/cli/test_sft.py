@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from instep.errors import InputError
 from instep.loops.run import adapter_folder
@@ -337,3 +338,44 @@ def test_full_fine_tuning_writes_a_model_that_transformers_loads(
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     with pytest.raises(InputError, match="trained every parameter"):
         adapter_folder(tmp_path / "run")
+
+
+def test_a_damaged_best_checkpoint_does_not_cost_the_result(
+    instep: Any, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    best = run / "checkpoints" / "best"
+    manifest = json.loads((best / "checkpoint.json").read_text())
+    last = load_checkpoint(run / "checkpoints" / "last")[1]
+    # As if an earlier step had been the best.
+    for name in ("best", "last"):
+        file = run / "checkpoints" / name / "checkpoint.json"
+        tree = json.loads(file.read_text())
+        tree["progress"]["best_step"] = last.step - 1
+        file.write_text(json.dumps(tree))
+    shutil.rmtree(run / "adapter")
+    (run / "summary.json").unlink()
+    with (best / "state.safetensors").open("r+b") as file:
+        file.truncate(100)
+    told = instep("sft", "--resume", "--run", str(run))
+    assert "is damaged" in told.stderr and (run / "adapter" / "adapter_model.safetensors").is_file()
+    assert manifest["format"] == 1 and json.loads((run / "summary.json").read_text())[
+        "adapter_from"
+    ].startswith("last")
+
+
+def test_tokens_of_another_model_leave_no_run_folder(
+    instep: Any, tiny_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    weights = load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            weights[name] = weights[name][:100]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    told = instep(*arguments(model, chats), check=2)
+    assert "outside the model's vocabulary" in told.stderr and not (tmp_path / "run").exists()

@@ -173,3 +173,45 @@ def test_progress_reads_back_every_field(tmp_path: Path) -> None:
     progress = replace(PROGRESS, last_validation={"loss": 1.0, "token_accuracy": 0.5}, evaluated_step=7)
     save_checkpoint(tmp_path / "last", make_state(0), progress, "")
     assert load_checkpoint(tmp_path / "last")[1] == progress
+
+
+@pytest.mark.parametrize("damage", [b"garbage{", b"[1]", b"\xff\xfe"])
+def test_a_damaged_line_costs_no_other(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in range(1, 7):
+        log.write({"step": step})
+    log.close()
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = damage
+    path.write_bytes(b"\n".join(lines) + b'{"step": 7, "torn')
+    MetricsLog(path, through_step=4).close()
+    assert [record["step"] for record in read_metrics(path)] == [1, 3, 4]
+    MetricsLog(path, through_step=4).close()
+    assert len(path.read_text(encoding="utf-8").split("\n")) == 5  # the damaged line is still there
+
+
+def test_a_new_run_folder_that_cannot_be_filled_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise InputError("no space left on the disk")
+
+    monkeypatch.setattr("instep.runs.folder.write_atomically", full)
+    with pytest.raises(InputError, match="no space"):
+        RunFolder.create(tmp_path / "run", "")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="cannot write"):
+        RunFolder.create(tmp_path / ("x" * 300), "")
+
+
+@pytest.mark.parametrize(
+    "change", [{"sha256": []}, {"progress": {"step": "x"}}, {"progress": {"step": -5}}, {"format": None}]
+)
+def test_a_manifest_of_wrong_types_is_one_clear_error(tmp_path: Path, change: dict[str, object]) -> None:
+    folder = tmp_path / "last"
+    save_checkpoint(folder, make_state(1), Progress(step=3), "")
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(InputError, match="checkpoint"):
+        load_checkpoint(folder)
