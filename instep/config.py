@@ -28,10 +28,11 @@ class ModelSettings(Settings):
     """Hub revision (branch, tag or commit)."""
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the frozen base; auto asks the device."""
-    quantization: Literal["none"] = "none"
-    """Form in which the frozen base is kept."""
-    device: Literal["auto", "cpu", "mps", "cuda"] = "auto"
-    """Where the engine computes."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Form in which the frozen base is kept: MLX affine groups of 64, JAX NF4 blocks of 64 (QLoRA). A model that
+    is stored quantized stays as it is."""
+    device: Literal["auto", "cpu", "mps", "cuda", "gpu", "tpu"] = "auto"
+    """Where the engine computes. torch: cpu, mps, cuda; mlx: cpu, gpu (Metal or CUDA); jax: cpu, gpu, tpu."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: about a quarter slower, a fraction of the activations."""
     head_chunk: PositiveInt = 256
@@ -207,7 +208,7 @@ class SftSettings(Settings):
     """Everything that `instep sft` does, resolved."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch"] = "auto"
+    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
     model: ModelSettings = ModelSettings()
     adapter: AdapterSettings = AdapterSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -357,7 +358,7 @@ class GrpoSettings(Settings):
     """Everything that `instep grpo` does, resolved."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch"] = "auto"
+    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
     model: ModelSettings = ModelSettings()
     adapter: AdapterSettings = AdapterSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5, schedule="constant")
@@ -401,7 +402,7 @@ class EvaluationSettings(Settings):
     """Everything that `instep eval` does, resolved."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    engine: Literal["auto", "torch"] = "auto"
+    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
     model: ModelSettings = ModelSettings()
     adapters: dict[str, str] = {}
     """Name → run or adapter folder: each is measured, all on one loaded model."""

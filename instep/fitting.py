@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from instep.config import GrpoSettings, ModelSettings, SftSettings
+from instep.config import GrpoSettings, SftSettings
 from instep.engines import ENGINES
 from instep.errors import InputError
 from instep.plan import Architecture, Needs, Setup, grpo_needs, longest_row, setup_of, training_needs
@@ -55,7 +54,6 @@ def options(
 ) -> list[Option]:
     """Every engine with float and with 4-bit weights, without and with checkpointing, in this order of preference."""
     forms = [("float32" if sft.model.precision == "float32" else "16-bit", False), ("4-bit", True)]
-    known = get_args(ModelSettings.model_fields["quantization"].annotation)
     found = []
     for precision, four_bit in forms:
         if four_bit and sft.adapter.kind == "full":
@@ -68,7 +66,8 @@ def options(
                     Option(
                         setup=setup,
                         precision=precision,
-                        available=engine in ENGINES and (not four_bit or len(known) > 1),
+                        available=engine in ENGINES
+                        and (not four_bit or "4bit" in ENGINES[engine].quantizations),
                         sft=training_needs(shape, setup, sft.rows_per_batch, length),
                         longest=longest_row(shape, setup, sft.rows_per_batch, budget_bytes),
                         sampling=sampling,

@@ -1,24 +1,60 @@
-"""Which engines there are, and which one this machine should take."""
+"""Which engines there are, what each can honour, and which one this machine should take."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import platform
+from dataclasses import dataclass
 from typing import cast
 
+from instep.config import AdapterSettings, ModelSettings
 from instep.engines.base import Engine
 from instep.errors import InputError
 
-# name → (module, class, the framework's package)
-ENGINES: dict[str, tuple[str, str, str]] = {
-    "torch": ("instep.engines.torch.engine", "TorchEngine", "torch"),
+
+@dataclass(frozen=True)
+class Known:
+    """Where an engine is, the package that it needs, and the values of settings that it can honour."""
+
+    module: str
+    cls: str
+    package: str
+    devices: tuple[str, ...]
+    quantizations: tuple[str, ...] = ("none",)
+    kinds: tuple[str, ...] = ("lora",)
+
+
+ENGINES: dict[str, Known] = {
+    "torch": Known(
+        "instep.engines.torch.engine",
+        "TorchEngine",
+        "torch",
+        ("cpu", "mps", "cuda"),
+        kinds=("lora", "full"),
+    ),
 }
 
 
-def choose(name: str) -> tuple[str, str]:
-    """Resolve "auto" to an engine that is installed. Returns (name, reason). Raises InputError."""
-    installed = [key for key, (_, _, package) in ENGINES.items() if importlib.util.find_spec(package)]
+def choose(
+    name: str, model: ModelSettings | None = None, adapter: AdapterSettings | None = None
+) -> tuple[str, str]:
+    """Resolve "auto" to an engine that is installed. Returns (name, reason).
+
+    Raises InputError, before anything loads, also where the engine cannot honour `model` or `adapter`.
+    """
+    chosen, reason = _choose(name)
+    known = ENGINES[chosen]
+    if model is not None:
+        _honours(chosen, "model.device", model.device, ("auto", *known.devices))
+        _honours(chosen, "model.quantization", model.quantization, known.quantizations)
+    if adapter is not None:
+        _honours(chosen, "adapter.kind", adapter.kind, known.kinds)
+    return chosen, reason
+
+
+def _choose(name: str) -> tuple[str, str]:
+    installed = [key for key, known in ENGINES.items() if importlib.util.find_spec(known.package)]
     if name == "auto":
         if not installed:
             raise InputError(
@@ -34,12 +70,20 @@ def choose(name: str) -> tuple[str, str]:
         raise InputError(f"engine {name!r} is not known: expected auto or one of " + ", ".join(ENGINES))
     if name not in installed:
         raise InputError(
-            f"engine {name!r} needs the package {ENGINES[name][2]}: pip install 'instep[{name}]'"
+            f"engine {name!r} needs the package {ENGINES[name].package}: pip install 'instep[{name}]'"
         )
     return name, "asked for"
 
 
+def _honours(engine: str, setting: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        others = ", ".join(repr(name) for name in known)
+        raise InputError(
+            f"{setting} is {value!r}, which the {engine} engine cannot honour: it knows {others}"
+        )
+
+
 def create(name: str) -> Engine:
     """An engine by its resolved name; imports its framework."""
-    module, cls, _ = ENGINES[name]
-    return cast(Engine, getattr(importlib.import_module(module), cls)())
+    known = ENGINES[name]
+    return cast(Engine, getattr(importlib.import_module(known.module), known.cls)())

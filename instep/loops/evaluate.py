@@ -81,7 +81,7 @@ def run_evaluation(settings: EvaluationSettings, listener: Listener) -> Evaluati
     Raises InputError for what the user can mend; adapters, tasks and prompts are checked before the weights load.
     """
     adapters = _adapters(settings)
-    name, why = engines.choose(settings.engine)
+    name, why = engines.choose(settings.engine, settings.model)
     listener.note(f"engine: {name} ({why})")
     subject = prepare(settings)
     try:

@@ -43,7 +43,7 @@ def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -
         check_start(settings)
     else:
         tell_silent_end(path, settings, listener)
-    name, why = engines.choose(settings.engine)
+    name, why = engines.choose(settings.engine, settings.model, settings.adapter)
     listener.note(f"engine: {name} ({why})")
     with Mirror(settings.tracking, path, listener.note) as mirror, prepare(settings) as (data, folder):
         for note in data.tasks.notes:

@@ -28,7 +28,7 @@ def run_sft(settings: SftSettings, listener: Listener, resume: bool = False) -> 
         check_start(settings)
     else:
         tell_silent_end(path, settings, listener)
-    name, why = engines.choose(settings.engine)
+    name, why = engines.choose(settings.engine, settings.model, settings.adapter)
     listener.note(f"engine: {name} ({why})")
     with Mirror(settings.tracking, path, listener.note) as mirror:
         data = prepare(settings)

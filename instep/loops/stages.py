@@ -227,7 +227,9 @@ def preflight(stages: Sequence[Stage]) -> list[str]:
     lines = []
     for stage in stages:
         try:
-            engines.choose(stage.settings.engine)
+            settings = stage.settings
+            adapter = None if isinstance(settings, EvaluationSettings) else settings.adapter
+            engines.choose(settings.engine, settings.model, adapter)
             lines.append(f"{stage.folder}: {_outlook(stage)}")
         except InputError as error:
             raise InputError(f"stage {stage.name}: {error}") from error

@@ -22,6 +22,7 @@ from instep.engines.base import (
     ShapeRules,
     StepReport,
 )
+from instep.engines.checks import check_batch, check_prompts
 from instep.engines.torch import fused, loading, lora
 from instep.engines.torch import layout as layouts
 from instep.engines.torch.attention import Plan
@@ -173,7 +174,7 @@ class TorchEngine:
         return logits.cpu().numpy()
 
     def _layout(self, batch: Batch, site: np.ndarray) -> layouts.Layout:
-        layouts.check(batch, self._vocabulary)
+        check_batch(batch, self._vocabulary)
         return layouts.compact(batch, site) if self._device.type == "cpu" else layouts.fixed(batch, site)
 
     def _logprob(
@@ -261,13 +262,7 @@ class TorchEngine:
         `Rollout.text` is left empty: the engine has no tokenizer. Raises InputError for an empty prompt or one
         with ids outside the vocabulary.
         """
-        for i, prompt in enumerate(prompts):
-            if not len(prompt) or prompt.min() < 0 or prompt.max() >= self._vocabulary:
-                raise InputError(
-                    f"prompt {i} is empty or has ids outside the model's vocabulary of {self._vocabulary}"
-                )
-        if n < 1 or sampling.max_new_tokens < 1 or not prompts:
-            raise InputError("generate needs at least one prompt, one sample and one new token")
+        check_prompts(prompts, n, sampling.max_new_tokens, self._vocabulary)
         names = range(len(prompts)) if keys is None else keys
         generator = Generator(self._states, self._logits)
         with torch.no_grad(), self._adapter(adapter):

@@ -6,17 +6,16 @@ The rows' own keys and values are in a preallocated cache of this module; finish
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from instep.engines.base import Sampling
-from instep.engines.sampling import draw, uniforms
+from instep.engines.decoding import Row, advance, rows_of
 from instep.engines.torch.attention import Plan, attend
 from instep.engines.torch.layout import Layout, Span
-from instep.records import Rollout, StopReason
+from instep.records import Rollout
 
 FIRST_CAPACITY = 64  # own tokens per row that the cache first has room for; doubled when full
 ROWS_AT_ONCE = 64
@@ -41,16 +40,6 @@ class _Prefill:
     ) -> torch.Tensor:
         self.kept[module.layer_idx] = (key[0].contiguous(), value[0].contiguous())
         return attend(module, query, key, value, None, scale, window, softcap, plan=self.plan)[0]
-
-
-@dataclass
-class _Row:
-    prompt: int
-    sample: int
-    uniform: np.ndarray
-    ids: list[int] = field(default_factory=list)
-    logprob: list[float] = field(default_factory=list)
-    stop: StopReason | None = None
 
 
 class _Decode:
@@ -200,24 +189,17 @@ class Generator:
         stop_text: Callable[[np.ndarray], bool] | None,
         on_token: Callable[[int, int, int], None] | None,
     ) -> list[list[Rollout]]:
-        rows = [
-            _Row(prompt, sample, uniforms(sampling.seed, keys[prompt], sample, sampling.max_new_tokens))
-            for prompt in range(len(prompts))
-            for sample in range(n)
-        ]
+        rows = rows_of(len(prompts), n, sampling, keys)
         together = max(1, ROWS_AT_ONCE // n) * n  # whole prompts, so that each is run once
         for a in range(0, len(rows), together):
             self._run(prompts, rows[a : a + together], sampling, stop_text, on_token)
-        done = [
-            Rollout(np.array(r.ids, np.int32), np.array(r.logprob, np.float32), r.stop or StopReason.LENGTH)
-            for r in rows
-        ]
+        done = [row.rollout() for row in rows]
         return [done[p * n : (p + 1) * n] for p in range(len(prompts))]
 
     def _run(
         self,
         prompts: Sequence[np.ndarray],
-        rows: list[_Row],
+        rows: list[Row],
         sampling: Sampling,
         stop_text: Callable[[np.ndarray], bool] | None,
         on_token: Callable[[int, int, int], None] | None,
@@ -234,7 +216,7 @@ class Generator:
         decode = _Decode(prefill.kept, spans, len(rows))
         active = rows
         while True:
-            self._draw(active, logits, sampling, stop_text, on_token)
+            advance(active, logits, sampling, stop_text, on_token)
             kept = [i for i, row in enumerate(active) if row.stop is None]
             if not kept:
                 return
@@ -247,24 +229,3 @@ class Generator:
             where = np.array([len(prompts[row.prompt]) + len(row.ids) - 1 for row in active], np.int32)
             logits = self._logits(self._hidden(new, where, decode))
             decode.length += 1
-
-    @staticmethod
-    def _draw(
-        rows: list[_Row],
-        logits: np.ndarray,
-        sampling: Sampling,
-        stop_text: Callable[[np.ndarray], bool] | None,
-        on_token: Callable[[int, int, int], None] | None,
-    ) -> None:
-        ids, logprob = draw(logits, np.array([row.uniform[len(row.ids)] for row in rows]), sampling)
-        for row, token, value in zip(rows, ids.tolist(), logprob.tolist(), strict=True):
-            row.ids.append(token)
-            row.logprob.append(value)
-            if on_token is not None:
-                on_token(row.prompt, row.sample, token)
-            if token in sampling.stop_tokens:
-                row.stop = StopReason.END_OF_TURN
-            elif stop_text is not None and stop_text(np.array(row.ids, np.int32)):
-                row.stop = StopReason.STOP_STRING
-            elif len(row.ids) >= sampling.max_new_tokens:
-                row.stop = StopReason.LENGTH

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from instep.errors import InputError
 from instep.records import Batch
 
 
@@ -36,21 +35,6 @@ class Layout:
     prefix: int = 0
     grid: tuple[int, int] | None = None
     segment: np.ndarray | None = None
-
-
-def check(batch: Batch, vocabulary: int) -> None:
-    """Raise InputError where an index is out of range: on some devices it would read foreign memory instead."""
-    for name, ids in (("token", batch.tokens), ("label", batch.label), ("prefix token", batch.prefix)):
-        if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
-            worst = int(ids.max()) if ids.max() >= vocabulary else int(ids.min())
-            raise InputError(
-                f"{name} id {worst} is outside the model's vocabulary of {vocabulary}: "
-                "the tokenizer belongs to another model"
-            )
-    if batch.site.size and (batch.site.min() < 0 or batch.site.max() >= batch.tokens.size):
-        raise InputError(
-            f"a site lies outside the batch's {batch.tokens.size} tokens: the batch is malformed"
-        )
 
 
 def _segments(row: np.ndarray) -> list[tuple[int, int]]:

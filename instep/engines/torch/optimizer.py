@@ -10,7 +10,7 @@ from torch import nn
 
 from instep.config import OptimizerSettings
 from instep.engines.base import EngineState, StepReport
-from instep.errors import InputError
+from instep.engines.checks import check_state
 
 
 class Trainables:
@@ -120,37 +120,16 @@ class Trainables:
         return EngineState(arrays(self.master), arrays(self.exp_avg), arrays(self.exp_avg_sq), self.step)
 
     def load_state(self, state: EngineState) -> None:
-        groups = {
-            "parameters": (state.parameters, self.master),
-            "exp_avg": (state.exp_avg, self.exp_avg),
-            "exp_avg_sq": (state.exp_avg_sq, self.exp_avg_sq),
-        }
-        for group, (arrays, _) in groups.items():
-            self._check(group, arrays)
-        if state.step < 0:
-            raise InputError(f"state: step is {state.step}, expected 0 or more")
-        for arrays, buffer in groups.values():
+        check_state(state, self.shapes)
+        buffers = (
+            (state.parameters, self.master),
+            (state.exp_avg, self.exp_avg),
+            (state.exp_avg_sq, self.exp_avg_sq),
+        )
+        for arrays, buffer in buffers:
             for name, value in arrays.items():
                 source = torch.from_numpy(np.ascontiguousarray(value, np.float32))
                 self.view(buffer, name).copy_(source)
         self.step = int(state.step)
         self.gradient.zero_()
         self.refresh()
-
-    def _check(self, group: str, arrays: Mapping[str, np.ndarray]) -> None:
-        missing = sorted(self.shapes.keys() - arrays.keys())
-        foreign = sorted(arrays.keys() - self.shapes.keys())
-        if missing or foreign:
-            what = f"{missing[0]} is missing" if missing else f"{foreign[0]} is not in this model"
-            raise InputError(
-                f"state: {group}: {what} ({len(missing)} missing, {len(foreign)} unknown names): "
-                "it belongs to another model or other adapter settings"
-            )
-        for name, shape in self.shapes.items():
-            if tuple(arrays[name].shape) != tuple(shape):
-                raise InputError(
-                    f"state: {group}: {name} has shape {list(arrays[name].shape)}, expected {list(shape)}: "
-                    "it belongs to another model or another rank"
-                )
-            if not np.isfinite(arrays[name]).all():
-                raise InputError(f"state: {group}: {name} holds values that are not finite")
