@@ -33,6 +33,13 @@ ENGINES: dict[str, Known] = {
         ("cpu", "mps", "cuda"),
         kinds=("lora", "full"),
     ),
+    "mlx": Known(
+        "instep.engines.mlx.engine",
+        "MlxEngine",
+        "mlx_lm",
+        ("cpu", "gpu"),
+        quantizations=("none", "4bit", "8bit"),
+    ),
 }
 
 

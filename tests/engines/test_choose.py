@@ -13,6 +13,19 @@ def installed(*names: str):
     return lambda package: object() if package in names else None
 
 
+def test_mlx_is_the_default_on_apple_silicon_only(monkeypatch):
+    monkeypatch.setattr(engines.importlib.util, "find_spec", installed("torch", "mlx_lm", "jax"))
+    for system, machine, expected in (
+        ("Darwin", "arm64", "mlx"),
+        ("Darwin", "x86_64", "torch"),
+        ("Linux", "aarch64", "torch"),
+    ):
+        monkeypatch.setattr(engines.platform, "system", lambda system=system: system)
+        monkeypatch.setattr(engines.platform, "machine", lambda machine=machine: machine)
+        assert engines.choose("auto")[0] == expected
+        assert engines.choose("torch")[0] == "torch"
+
+
 def test_what_is_not_installed_or_known_says_what_to_do(monkeypatch):
     monkeypatch.setattr(engines.importlib.util, "find_spec", installed())
     with pytest.raises(InputError, match=r"no engine is installed.*pip install"):

@@ -1,0 +1,153 @@
+"""Stand-ins for mlx-lm's caches: they decide what a token attends to, and keep keys and values where needed.
+
+mlx-lm's models ask the cache of a layer for its mask (`make_mask`), for the rotary offset of its first token
+(`offset`) and hand it new keys and values [B, H_kv, N, d] (`update_and_fetch`). Objects of this module are made
+anew for every forward pass, inside the traced function, so that gradients flow through what they hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+Mask = Any
+"""mx.array of bool, the word "causal", or None where one token sees everything."""
+
+
+class Rows:
+    """Rows that stand alone; all layers share one object. `segment` int32 [R, L], None where each row is one sample.
+
+    `window` is a sliding window of all layers that the model itself does not ask for.
+    """
+
+    offset = 0
+
+    def __init__(self, segment: mx.array | None, window: int | None) -> None:
+        self.segment, self.window = segment, window
+        self._masks: dict[int | None, Mask] = {}
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> Mask:
+        window = window_size or self.window
+        if self.segment is None and not return_array and (window is None or count <= window):
+            return "causal" if count > 1 else None
+        if window not in self._masks:
+            place = mx.arange(count)
+            distance = place[:, None] - place[None]
+            mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            if self.segment is not None:
+                mask = mask[None, None] & (self.segment[:, None, :, None] == self.segment[:, None, None, :])
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+class Prefix:
+    """One for each layer. First it records the prefix [1, P'], whose tokens behind `length` are padding; after
+    `continued` the rows' tokens see the first `length` of it and themselves, at positions from `length` on.
+    """
+
+    def __init__(self, length: mx.array, window: int | None) -> None:
+        self.length, self.window = length, window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.forked = False
+        self.offset: Any = 0
+
+    def continued(self) -> Prefix:
+        self.forked, self.offset = True, self.length
+        return self
+
+    def like(self, keys: mx.array | None, values: mx.array | None) -> Prefix:
+        """One in the same state that holds other arrays (of a recomputed layer)."""
+        twin = Prefix(self.length, self.window)
+        twin.keys, twin.values, twin.forked, twin.offset = keys, values, self.forked, self.offset
+        return twin
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if not self.forked:
+            self.keys, self.values = keys, values
+            return keys, values
+        assert self.keys is not None and self.values is not None
+        joined = []
+        for shared, own in ((self.keys, keys), (self.values, values)):
+            spread = mx.broadcast_to(shared, (own.shape[0], *shared.shape[1:]))
+            joined.append(mx.concatenate([spread, own], axis=2))
+        return joined[0], joined[1]
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> Mask:
+        window = window_size or self.window
+        if not self.forked:
+            return Rows(None, self.window).make_mask(count, return_array, window_size)
+        assert self.keys is not None
+        width = self.keys.shape[2]
+        column, row = mx.arange(width + count)[None], mx.arange(count)[:, None]
+        own = column - width
+        mask = mx.where(own < 0, column < self.length, own <= row)
+        if window is not None:
+            distance = self.length + row - mx.where(own < 0, column, own + self.length)
+            mask = mask & (distance < window)
+        return mask
+
+
+class Place:
+    """Where the rows of a generation stand: prompt lengths int32 [B], their common width, own tokens so far."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.width = max(lengths)
+        self.even = min(lengths) == self.width
+        self.lengths = mx.array(lengths, mx.int32)
+        self.count = 0
+
+    def keep(self, rows: mx.array) -> None:
+        self.lengths = self.lengths[rows]
+
+
+GROWTH = 128  # columns that a cache grows by
+
+
+class Decode:
+    """One for each layer: a row's prompt in columns 0 … width-1 (padded on the right), its own tokens behind."""
+
+    def __init__(self, place: Place, keys: mx.array, values: mx.array, window: int | None) -> None:
+        self.place, self.window = place, window
+        self.keys, self.values = keys, values
+
+    @property
+    def offset(self) -> mx.array:
+        return self.place.lengths + self.place.count
+
+    def keep(self, rows: mx.array) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        at = self.place.width + self.place.count
+        if at >= self.keys.shape[2]:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                room = mx.zeros((*old.shape[:2], GROWTH, old.shape[3]), old.dtype)
+                setattr(self, name, mx.concatenate([old, room], axis=2))
+        self.keys[:, :, at : at + 1] = keys
+        self.values[:, :, at : at + 1] = values
+        return self.keys[:, :, : at + 1], self.values[:, :, : at + 1]
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> Mask:
+        place, window = self.place, window_size or self.window
+        total = place.width + place.count + count
+        if place.even and not return_array and (window is None or total <= window):
+            return None
+        column, own = mx.arange(total)[None], mx.arange(total)[None] - place.width
+        lengths = place.lengths[:, None]
+        mask = mx.where(own < 0, column < lengths, True)
+        if window is not None:
+            distance = lengths + place.count - mx.where(own < 0, column, own + lengths)
+            mask = mask & (distance < window)
+        return mask[:, None, None]

@@ -1,0 +1,100 @@
+"""Sampling completions: each prompt is run once, its rows are decoded together, finished rows leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from instep.engines.base import Sampling
+from instep.engines.decoding import Row, advance, rows_of
+from instep.engines.mlx.caches import GROWTH, Decode, Place, Prefix
+from instep.records import Rollout
+
+ROWS_AT_ONCE = 64
+
+Hidden = Callable[[mx.array, Sequence[Any]], mx.array]
+
+
+class Generator:
+    """`hidden(tokens [R, N], caches)` gives [R, N, D]; `head(hidden [R, N, D])` logits [R, N, V]."""
+
+    def __init__(self, hidden: Hidden, head: Callable[[mx.array], mx.array], layers: int, window: int | None):
+        self._hidden, self._head, self._layers, self._window = hidden, head, layers, window
+
+    def __call__(
+        self,
+        prompts: Sequence[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        keys: Sequence[int],
+        stop_text: Callable[[np.ndarray], bool] | None,
+        on_token: Callable[[int, int, int], None] | None,
+    ) -> list[list[Rollout]]:
+        rows = rows_of(len(prompts), n, sampling, keys)
+        together = max(1, ROWS_AT_ONCE // n) * n  # whole prompts, so that each is run once
+        for start in range(0, len(rows), together):
+            self._run(prompts, rows[start : start + together], sampling, stop_text, on_token)
+        done = [row.rollout() for row in rows]
+        return [done[p * n : (p + 1) * n] for p in range(len(prompts))]
+
+    def _logits(self, hidden: mx.array) -> np.ndarray:
+        """hidden [B, 1, D] → float32 [B, V]."""
+        return np.array(self._head(hidden)[:, 0].astype(mx.float32))
+
+    def _prefill(self, prompt: np.ndarray) -> tuple[list[Prefix], mx.array]:
+        """Keys and values of every layer, and the last token's hidden state [1, 1, D]."""
+        caches = [Prefix(mx.array(len(prompt)), self._window) for _ in range(self._layers)]
+        last = self._hidden(mx.array(prompt[None]), caches)[:, -1:]
+        mx.eval(last, [(cache.keys, cache.values) for cache in caches])
+        return caches, last
+
+    def _run(
+        self,
+        prompts: Sequence[np.ndarray],
+        rows: Sequence[Row],
+        sampling: Sampling,
+        stop_text: Callable[[np.ndarray], bool] | None,
+        on_token: Callable[[int, int, int], None] | None,
+    ) -> None:
+        used = sorted({row.prompt for row in rows})
+        filled = {prompt: self._prefill(prompts[prompt]) for prompt in used}
+        logits = {prompt: self._logits(last) for prompt, (_, last) in filled.items()}
+        place = Place([len(prompts[row.prompt]) for row in rows])
+        caches = [
+            self._spread([filled[row.prompt][0][i] for row in rows], place) for i in range(self._layers)
+        ]
+        del filled
+        active, now = list(rows), np.concatenate([logits[row.prompt] for row in rows])
+        while True:
+            advance(active, now, sampling, stop_text, on_token)
+            kept = [i for i, row in enumerate(active) if row.stop is None]
+            if not kept:
+                return
+            if len(kept) < len(active):
+                index = mx.array(kept)
+                place.keep(index)
+                for cache in caches:
+                    cache.keep(index)
+                active = [active[i] for i in kept]
+            tokens = mx.array([[row.ids[-1]] for row in active], mx.int32)
+            now = self._logits(self._hidden(tokens, caches))
+            place.count += 1
+
+    def _spread(self, recorded: Sequence[Prefix], place: Place) -> Decode:
+        """The prompts' keys and values of one layer, one copy a row, padded to the widest prompt and to room."""
+
+        def rows(name: str) -> mx.array:
+            padded: dict[int, mx.array] = {}
+            for cache in recorded:
+                value = getattr(cache, name)
+                if id(cache) not in padded:
+                    room = place.width + GROWTH - value.shape[2]
+                    padded[id(cache)] = mx.pad(value, [(0, 0), (0, 0), (0, room), (0, 0)])
+            return mx.concatenate([padded[id(cache)] for cache in recorded])
+
+        made = Decode(place, rows("keys"), rows("values"), self._window)
+        mx.eval(made.keys, made.values)
+        return made
