@@ -7,6 +7,7 @@ anew for every forward pass, inside the traced function, so that gradients flow 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,16 +16,30 @@ Mask = Any
 """mx.array of bool, the word "causal", or None where one token sees everything."""
 
 
-class Rows:
-    """Rows that stand alone; all layers share one object. `segment` int32 [R, L], None where each row is one sample.
+@dataclass(frozen=True)
+class Masking:
+    """What a model needs of its masks.
 
-    `window` is a sliding window of all layers that the model itself does not ask for.
+    `window` is a sliding window of all layers that the model itself does not ask for. `head_axes` is how many axes
+    of heads its scores have: Gemma 2 of mlx-lm has two [B, H_kv, H / H_kv, L, S], and would silently take the rows
+    of a mask [B, 1, L, S] for key heads.
     """
+
+    window: int | None = None
+    head_axes: int = 1
+
+    def spread(self, mask: mx.array) -> mx.array:
+        """[B, L, S] → one axis of length 1 for each axis of heads."""
+        return mx.expand_dims(mask, list(range(1, 1 + self.head_axes)))
+
+
+class Rows:
+    """Rows that stand alone; all layers share one object. `segment` int32 [R, L], None where each row is one sample."""
 
     offset = 0
 
-    def __init__(self, segment: mx.array | None, window: int | None) -> None:
-        self.segment, self.window = segment, window
+    def __init__(self, segment: mx.array | None, masking: Masking) -> None:
+        self.segment, self.masking = segment, masking
         self._masks: dict[int | None, Mask] = {}
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -33,7 +48,7 @@ class Rows:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Mask:
-        window = window_size or self.window
+        window = window_size or self.masking.window
         if self.segment is None and not return_array and (window is None or count <= window):
             return "causal" if count > 1 else None
         if window not in self._masks:
@@ -41,7 +56,8 @@ class Rows:
             distance = place[:, None] - place[None]
             mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             if self.segment is not None:
-                mask = mask[None, None] & (self.segment[:, None, :, None] == self.segment[:, None, None, :])
+                same = self.segment[:, :, None] == self.segment[:, None, :]
+                mask = self.masking.spread(mask[None] & same)
             self._masks[window] = mask
         return self._masks[window]
 
@@ -51,8 +67,8 @@ class Prefix:
     `continued` the rows' tokens see the first `length` of it and themselves, at positions from `length` on.
     """
 
-    def __init__(self, length: mx.array, window: int | None) -> None:
-        self.length, self.window = length, window
+    def __init__(self, length: mx.array, masking: Masking) -> None:
+        self.length, self.masking = length, masking
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.forked = False
@@ -64,7 +80,7 @@ class Prefix:
 
     def like(self, keys: mx.array | None, values: mx.array | None) -> Prefix:
         """One in the same state that holds other arrays (of a recomputed layer)."""
-        twin = Prefix(self.length, self.window)
+        twin = Prefix(self.length, self.masking)
         twin.keys, twin.values, twin.forked, twin.offset = keys, values, self.forked, self.offset
         return twin
 
@@ -82,9 +98,9 @@ class Prefix:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Mask:
-        window = window_size or self.window
+        window = window_size or self.masking.window
         if not self.forked:
-            return Rows(None, self.window).make_mask(count, return_array, window_size)
+            return Rows(None, self.masking).make_mask(count, return_array, window_size)
         assert self.keys is not None
         width = self.keys.shape[2]
         column, row = mx.arange(width + count)[None], mx.arange(count)[:, None]
@@ -115,8 +131,8 @@ GROWTH = 128  # columns that a cache grows by
 class Decode:
     """One for each layer: a row's prompt in columns 0 … width-1 (padded on the right), its own tokens behind."""
 
-    def __init__(self, place: Place, keys: mx.array, values: mx.array, window: int | None) -> None:
-        self.place, self.window = place, window
+    def __init__(self, place: Place, keys: mx.array, values: mx.array, masking: Masking) -> None:
+        self.place, self.masking = place, masking
         self.keys, self.values = keys, values
 
     @property
@@ -140,7 +156,7 @@ class Decode:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Mask:
-        place, window = self.place, window_size or self.window
+        place, window = self.place, window_size or self.masking.window
         total = place.width + place.count + count
         if place.even and not return_array and (window is None or total <= window):
             return None
@@ -150,4 +166,4 @@ class Decode:
         if window is not None:
             distance = lengths + place.count - mx.where(own < 0, column, own + lengths)
             mask = mask & (distance < window)
-        return mask[:, None, None]
+        return self.masking.spread(mask[:, None])

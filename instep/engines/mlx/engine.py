@@ -23,7 +23,7 @@ from instep.engines.base import (
 )
 from instep.engines.checks import check_batch, check_prompts, check_state
 from instep.engines.mlx import loading, lora, memory
-from instep.engines.mlx.caches import Prefix, Rows
+from instep.engines.mlx.caches import Masking, Prefix, Rows
 from instep.engines.mlx.checkpointing import checkpoint_layer
 from instep.engines.mlx.generate import Generator
 from instep.engines.mlx.head import site_logprob, split
@@ -119,52 +119,57 @@ class MlxEngine:
 
     def _states(self, batch: dict[str, mx.array]) -> mx.array:
         """Final hidden states [R·L, D] of a batch's arrays."""
-        window = self._window.everywhere
         if "prefix" in batch:
-            caches: list[Any] = [Prefix(batch["prefix_length"], window) for _ in range(self._depth)]
+            caches: list[Any] = [Prefix(batch["prefix_length"], self._masking) for _ in range(self._depth)]
             self._hidden(batch["prefix"], caches)
             states = self._hidden(batch["tokens"], [cache.continued() for cache in caches])
         else:
-            shared = Rows(batch.get("segment"), window)
+            shared = Rows(batch.get("segment"), self._masking)
             states = self._hidden(batch["tokens"], [shared] * self._depth)
         return states.reshape(-1, states.shape[-1])
 
     def _probe(self, dtype: mx.Dtype) -> str:
-        """Check on a few tokens that rows packed together and rows behind a shared prefix give what plain rows do.
+        """Check on a few tokens that rows packed together, and rows behind a shared prefix, give what plain rows do.
 
         Raises InputError where they do not: the model keeps a state that is no attention cache.
         """
-        first, second = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5]
-        try:
-            plain = self._hidden(
-                mx.array([first + second]), [Rows(None, self._window.everywhere)] * self._depth
-            )
-            alone = self._hidden(mx.array([second]), [Rows(None, self._window.everywhere)] * self._depth)
-            segment = mx.array([[1] * len(first) + [2] * len(second)])
-            packed = self._states({"tokens": mx.array([first + second]), "segment": segment})
-            shared = self._states(
-                {
-                    "tokens": mx.array([second]),
-                    "prefix": mx.array([[*first, 0, 0]]),
-                    "prefix_length": mx.array(len(first)),
-                }
-            )
-            scale = mx.abs(plain).max()
-            apart = max(
-                number(mx.abs(packed[len(first) :] - alone[0]).max() / scale),
-                number(mx.abs(shared - plain[0, len(first) :]).max() / scale),
-            )
-        except (TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
-            raise InputError(
-                f"{type(self._model).__module__} does not take this engine's attention caches "
-                f"({type(error).__name__}: {error}): use another engine"
-            ) from error
-        if not apart <= PROBE_TOLERANCE[dtype]:
-            raise InputError(
-                f"{type(self._model).__module__}: packed rows or a shared prefix differ from plain rows by "
-                f"{apart:.1e} of the largest hidden state, so it keeps more than keys and values: use another engine"
-            )
-        return f"packed rows and a shared prefix: {apart:.0e} from plain rows on a few tokens"
+        found = []
+        for head_axes in (1, 2):
+            self._masking = Masking(self._window.everywhere, head_axes)
+            try:
+                apart = self._distance_of_layouts()
+            except (TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+                continue
+            if apart <= PROBE_TOLERANCE[dtype]:
+                return f"packed rows and a shared prefix: {apart:.0e} from plain rows on a few tokens"
+            found.append(f"they differ from plain rows by {apart:.1e} of the largest hidden state")
+        raise InputError(
+            f"{type(self._model).__module__} cannot run packed rows or a shared prefix ({found[0]}), so it keeps "
+            "more than keys and values: use another engine"
+        )
+
+    def _distance_of_layouts(self) -> float:
+        first, second, third = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2]
+        at = len(first)
+
+        def plain(tokens: list[int]) -> mx.array:
+            return self._states({"tokens": mx.array([tokens])})
+
+        segment = mx.array([[1] * at + [2] * len(second), [1] * len(second) + [2] * at])
+        packed = self._states({"tokens": mx.array([first + second, third + first]), "segment": segment})
+        shared = self._states(
+            {
+                "tokens": mx.array([second, third]),
+                "prefix": mx.array([[*first, 0, 0]]),
+                "prefix_length": mx.array(at),
+            }
+        )
+        pairs = [
+            (packed, mx.concatenate([plain(first), plain(second), plain(third), plain(first)])),
+            (shared, mx.concatenate([plain(first + second)[at:], plain(first + third)[at:]])),
+        ]
+        return max(number(mx.abs(a - b).max() / mx.abs(b).max()) for a, b in pairs)
 
     def shape_rules(self) -> ShapeRules:
         """Few shapes: each is traced and compiled once, and MLX's buffers are reused."""
@@ -331,7 +336,7 @@ class MlxEngine:
                 "which mlx-lm leaves out: lower max_new_tokens, or use another engine"
             )
         names = range(len(prompts)) if keys is None else keys
-        generator = Generator(self._hidden, self._head, self._depth, self._window.everywhere)
+        generator = Generator(self._hidden, self._head, self._depth, self._masking)
         with self._adapter(adapter):
             return generator(prompts, n, sampling, names, stop_text, on_token)
 

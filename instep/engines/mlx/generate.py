@@ -10,7 +10,7 @@ import numpy as np
 
 from instep.engines.base import Sampling
 from instep.engines.decoding import Row, advance, rows_of
-from instep.engines.mlx.caches import GROWTH, Decode, Place, Prefix
+from instep.engines.mlx.caches import GROWTH, Decode, Masking, Place, Prefix
 from instep.records import Rollout
 
 ROWS_AT_ONCE = 64
@@ -21,8 +21,8 @@ Hidden = Callable[[mx.array, Sequence[Any]], mx.array]
 class Generator:
     """`hidden(tokens [R, N], caches)` gives [R, N, D]; `head(hidden [R, N, D])` logits [R, N, V]."""
 
-    def __init__(self, hidden: Hidden, head: Callable[[mx.array], mx.array], layers: int, window: int | None):
-        self._hidden, self._head, self._layers, self._window = hidden, head, layers, window
+    def __init__(self, hidden: Hidden, head: Callable[[mx.array], mx.array], layers: int, masking: Masking):
+        self._hidden, self._head, self._layers, self._masking = hidden, head, layers, masking
 
     def __call__(
         self,
@@ -46,7 +46,7 @@ class Generator:
 
     def _prefill(self, prompt: np.ndarray) -> tuple[list[Prefix], mx.array]:
         """Keys and values of every layer, and the last token's hidden state [1, 1, D]."""
-        caches = [Prefix(mx.array(len(prompt)), self._window) for _ in range(self._layers)]
+        caches = [Prefix(mx.array(len(prompt)), self._masking) for _ in range(self._layers)]
         last = self._hidden(mx.array(prompt[None]), caches)[:, -1:]
         mx.eval(last, [(cache.keys, cache.values) for cache in caches])
         return caches, last
@@ -95,6 +95,6 @@ class Generator:
                     padded[id(cache)] = mx.pad(value, [(0, 0), (0, 0), (0, room), (0, 0)])
             return mx.concatenate([padded[id(cache)] for cache in recorded])
 
-        made = Decode(place, rows("keys"), rows("values"), self._window)
+        made = Decode(place, rows("keys"), rows("values"), self._masking)
         mx.eval(made.keys, made.values)
         return made
