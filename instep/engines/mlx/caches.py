@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from instep.engines.mlx.attention import block_attention
+
 Mask = Any
 """mx.array of bool, the word "causal", or None where one token sees everything."""
 
@@ -33,7 +35,21 @@ class Masking:
         return mx.expand_dims(mask, list(range(1, 1 + self.head_axes)))
 
 
-class Rows:
+class _Blocks:
+    """Attention of whole rows in blocks of queries, for models whose attention asks the cache (`attention.route`)."""
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+    ) -> mx.array:
+        offset = keys.shape[2] - queries.shape[2]
+
+        def mask_of(first: int, last: int) -> mx.array | None:
+            return mask[..., first:last, : offset + last] if isinstance(mask, mx.array) else None
+
+        return block_attention(queries, keys, values, scale, mask_of)
+
+
+class Rows(_Blocks):
     """Rows that stand alone; all layers share one object. `segment` int32 [R, L], None where each row is one sample."""
 
     offset = 0
@@ -62,7 +78,7 @@ class Rows:
         return self._masks[window]
 
 
-class Prefix:
+class Prefix(_Blocks):
     """One for each layer. First it records the prefix [1, P'], whose tokens behind `length` are padding; after
     `continued` the rows' tokens see the first `length` of it and themselves, at positions from `length` on.
     """

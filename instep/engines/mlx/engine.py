@@ -22,7 +22,7 @@ from instep.engines.base import (
     StepReport,
 )
 from instep.engines.checks import check_batch, check_prompts, check_state
-from instep.engines.mlx import loading, lora, memory
+from instep.engines.mlx import attention, loading, lora, memory
 from instep.engines.mlx.caches import Masking, Prefix, Rows
 from instep.engines.mlx.checkpointing import checkpoint_layer
 from instep.engines.mlx.generate import Generator
@@ -47,10 +47,12 @@ class MlxEngine:
 
         Raises InputError where the folder is not a model that this engine can run.
         """
-        self._optimizer, self._chunk = optimizer, model.head_chunk
+        self._optimizer = optimizer
         device, device_reason = loading.choose_device(model.device)
         self._gpu = loading.is_gpu(device)
         dtype, dtype_reason = loading.choose_precision(model.precision, device)
+        # On a CPU MLX runs about ten array operations ahead, so that so many chunks of logits are alive at once.
+        self._chunk = model.head_chunk if self._gpu else max(32, model.head_chunk // 4)
         named = str(dtype).rpartition(".")[2]
         self.choices = {
             "device": f"{'gpu' if self._gpu else 'cpu'}: {device_reason}",
@@ -65,6 +67,8 @@ class MlxEngine:
         from mlx_lm.utils import get_total_parameters
 
         parameters = get_total_parameters(self._model)
+        if not self._gpu:
+            attention.route(self._model)
         self._backbone, self._head, self.choices["head"] = split(self._model)
         self._attach(adapter, seed)
         self._depth = len(self._model.layers)

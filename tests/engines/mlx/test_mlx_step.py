@@ -281,9 +281,9 @@ def test_the_head_holds_few_chunks_of_logits(gradient):
     from instep.engines.mlx.head import site_logprob
 
     mx.set_default_device(mx.cpu)
-    sites, width, vocabulary, chunk = 1024, 16, 8192, 64
+    sites, width, vocabulary, chunk = 4096, 16, 8192, 64
     weight = mx.random.normal((vocabulary, width))
-    hidden, label = mx.random.normal((sites, width)), mx.arange(sites) * 5
+    hidden, label = mx.random.normal((sites, width)), mx.arange(sites) * 2
     mx.eval(weight, hidden, label)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -292,5 +292,79 @@ def test_the_head_holds_few_chunks_of_logits(gradient):
         return site_logprob(lambda x: x @ weight.T, h, label, 1.0, chunk, gradient)[0].sum()
 
     mx.eval(mx.grad(total)(hidden) if gradient else total(hidden))
-    chunk_bytes = chunk * vocabulary * 4
-    assert mx.get_peak_memory() - before < 6 * chunk_bytes < sites * vocabulary * 4 / 2
+    # MLX runs some ten operations ahead on a CPU: a few chunks of logits, never all 64.
+    assert mx.get_peak_memory() - before < 18 * chunk * vocabulary * 4
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_head_equals_log_softmax_in_values_and_gradients(temperature, softcap):
+    from instep.engines.mlx.head import site_logprob
+
+    mx.set_default_device(mx.cpu)
+    weight, hidden = mx.random.normal((11, 6)), mx.random.normal((20, 6))
+    label, share = mx.random.randint(0, 11, (20,)), mx.random.uniform(shape=(20,))
+
+    def head(x):
+        logits = x @ weight.T
+        return logits if softcap is None else mx.tanh(logits / softcap) * softcap
+
+    def naive(h):
+        logits = head(h) / temperature
+        logprob = mx.take_along_axis(logits, label[:, None], -1)[:, 0] - mx.logsumexp(logits, -1)
+        return (logprob * share).sum(), logprob, mx.argmax(logits, -1) == label
+
+    def ours(h):
+        logprob, correct = site_logprob(head, h, label, temperature, 7, True)
+        return (logprob * share).sum(), logprob, correct
+
+    (_, expected, right), expected_grad = mx.value_and_grad(naive)(hidden)
+    (_, logprob, correct), grad = mx.value_and_grad(ours)(hidden)
+    np.testing.assert_allclose(np.array(logprob), np.array(expected), atol=1e-5)
+    np.testing.assert_allclose(np.array(grad), np.array(expected_grad), atol=1e-5)
+    assert np.array_equal(np.array(correct), np.array(right))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("offset", [0, 37])
+def test_attention_in_blocks_equals_the_whole_square(masked, offset):
+    """Several blocks of queries, grouped heads, a prefix, and a mask that hides some of what is behind."""
+    from instep.engines.mlx.attention import block_attention
+
+    mx.set_default_device(mx.cpu)
+    length = 600
+    q = mx.random.normal((2, 6, length, 8))
+    k, v = (mx.random.normal((2, 2, length + offset, 8)) for _ in range(2))
+    cotangent = mx.random.normal((2, 6, length, 8))
+    column, row = mx.arange(length + offset)[None], mx.arange(length)[:, None] + offset
+    whole = column <= row
+    if masked:
+        whole = mx.stack([whole & (column % 3 > 0) | (column == row), whole & (row - column < 50)])[:, None]
+
+    def blocks(q, k, v):
+        def mask_of(a, b):
+            return whole[..., a:b, : offset + b] if masked else None
+
+        return (block_attention(q, k, v, 0.3, mask_of) * cotangent).sum()
+
+    def square(q, k, v):
+        return (mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=whole) * cotangent).sum()
+
+    ours, ours_grad = mx.value_and_grad(blocks, argnums=(0, 1, 2))(q, k, v)
+    theirs, theirs_grad = mx.value_and_grad(square, argnums=(0, 1, 2))(q, k, v)
+    assert float(ours.item()) == pytest.approx(float(theirs.item()), rel=1e-4, abs=1e-2)
+    for a, b in zip(ours_grad, theirs_grad, strict=True):
+        assert relative(np.array(a), np.array(b)) < 1e-5
+
+
+def test_routing_leaves_other_users_of_mlx_lm_alone(family):
+    from mlx_lm.models.cache import KVCache
+
+    made = engine(family("llama"))
+    cache = [KVCache() for _ in made._model.layers]
+    tokens = mx.array([[5, 6, 7, 8, 9]])
+    plain = made._model(tokens)
+    cached = mx.concatenate(
+        [made._model(tokens[:, :3], cache=cache), made._model(tokens[:, 3:], cache=cache)], 1
+    )
+    np.testing.assert_allclose(np.array(cached), np.array(plain), atol=1e-4)
