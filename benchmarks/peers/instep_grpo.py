@@ -20,8 +20,12 @@ def settings(job: dict[str, Any]) -> GrpoSettings:
     return GrpoSettings.model_validate(
         {
             "seed": job["seed"],
-            "engine": "torch",
-            "model": {"path": job["model"], "precision": "bfloat16", "device": "cpu"},
+            "engine": job.get("engine", "torch"),
+            "model": {
+                "path": job["model"],
+                "precision": job.get("precision", "bfloat16"),
+                "device": "cpu",
+            },
             "adapter": {"rank": job["rank"], "alpha": job["alpha"], "target_modules": job["target_modules"]},
             "optimizer": {
                 "learning_rate": job["learning_rate"],

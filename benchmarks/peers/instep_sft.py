@@ -36,10 +36,10 @@ def adapter_settings(job: dict[str, Any]) -> AdapterSettings:
 
 
 def loaded(job: dict[str, Any]) -> tuple[Engine, LoadReport]:
-    engine = engines.create("torch")
+    engine = engines.create(job.get("engine", "torch"))
     model = ModelSettings(
         path=job["model"],
-        precision="bfloat16",
+        precision=job.get("precision", "bfloat16"),
         device="cpu",
         gradient_checkpointing=job["gradient_checkpointing"],
     )
