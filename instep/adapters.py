@@ -156,6 +156,16 @@ def _read_config(path: Path) -> AdapterSettings:
         raise InputError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
+def base_model_of(folder: str | Path) -> str:
+    """The base model that a PEFT adapter names; empty where it names none. Raises InputError."""
+    path = Path(folder) / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from error
+    return str(config.get("base_model_name_or_path") or "")
+
+
 def load_adapter(folder: str | Path) -> tuple[dict[str, np.ndarray], AdapterSettings]:
     """Read a PEFT LoRA adapter: canonical names → float32 arrays, and its settings.
 

@@ -36,7 +36,7 @@ LAYERS = [
     {"errors", "files"},
     {"records", "config", "objectives", "sampling"},
     {"settings_file", "sessions", "rendering", "batching", "tasks", "rewards", "advantages", "adapters"}
-    | {"adapter_diff", "models", "models_pypi", "runs", "engines", "plan", "fitting"}
+    | {"adapter_diff", "adapters_mlx_lm", "models", "models_pypi", "runs", "engines", "plan", "fitting"}
     | {"evaluation", "rollouts"},
     {"loops"},
     {"cli"},

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="adapter",
-    help="Adapters as files: compare them.",
+    help="Adapters as files: compare and convert them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -48,6 +48,39 @@ def diff(
         _tell(found, every)
     if not same:
         raise typer.Exit(DIFFERENT)
+
+
+@app.command("convert")
+def convert(
+    source: Path = typer.Argument(..., metavar="ADAPTER", help="Run, PEFT or mlx-lm adapter folder."),
+    output: Path = typer.Option(..., "-o", "--output", help="Folder to write; it must not exist."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+) -> None:
+    """Convert an adapter between PEFT's form and mlx-lm's: what it is not is written, read back and compared."""
+    from instep import adapters_mlx_lm
+    from instep.adapter_diff import compare_adapters
+    from instep.adapters import base_model_of, load_adapter, save_adapter
+    from instep.engines.base import EngineState
+    from instep.errors import InputError
+    from instep.loops.run import adapter_folder
+
+    if output.exists():
+        raise InputError(f"{output} exists already: give -o a folder that does not")
+    if adapters_mlx_lm.is_mlx_lm(source):
+        matrices, settings, base = adapters_mlx_lm.read(source)
+        save_adapter(output, EngineState(matrices, {}, {}, 0), settings, base)
+        form, again = "peft", load_adapter(output)
+    else:
+        folder = adapter_folder(source)
+        matrices, settings = load_adapter(folder)
+        adapters_mlx_lm.write(output, matrices, settings, base_model_of(folder))
+        form, again = "mlx-lm", adapters_mlx_lm.read(output)[:2]
+    apart = compare_adapters((matrices, settings), again).relative
+    if as_json:
+        emit_json({"source": str(source), "output": str(output), "form": form, "relative_difference": apart})
+    else:
+        print(f"{output}: {form} adapter of rank {settings.rank}, {len(matrices) // 2} layers")
+        print(f"read back: relative difference {apart:.1e}")
 
 
 def _tell(found: AdapterDiff, every: bool) -> None:

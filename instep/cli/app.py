@@ -10,7 +10,7 @@ import sys
 import typer
 
 from instep import __version__
-from instep.cli import adapter, data, evaluate, grpo, plan, quickstart, runs, sft, stages
+from instep.cli import adapter, convert, data, evaluate, grpo, plan, quickstart, runs, selftest, sft, stages
 from instep.errors import InputError, TrainingError
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(runs.app, name="runs")
 app.add_typer(adapter.app, name="adapter")
+app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)
+app.command("selftest")(selftest.selftest)
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
 app.command("grpo")(grpo.grpo)

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import platform
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from instep.config import AdapterSettings, ModelSettings
 from instep.engines.base import Engine
@@ -88,6 +88,11 @@ def _honours(engine: str, setting: str, value: str, known: tuple[str, ...]) -> N
         raise InputError(
             f"{setting} is {value!r}, which the {engine} engine cannot honour: it knows {others}"
         )
+
+
+def part(engine: str, module: str) -> Any:
+    """A module of an engine that is no verb, such as MLX's `convert`; imports its framework."""
+    return importlib.import_module(f"instep.engines.{engine}.{module}")
 
 
 def create(name: str) -> Engine:

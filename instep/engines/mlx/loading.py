@@ -126,6 +126,12 @@ def window_pattern(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": every}
 
 
+def mlx_lm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that mlx-lm must be told beside a config.json of transformers 5. Raises InputError."""
+    pattern = window_pattern(config) if config.get("model_type") == "gemma3_text" else {}
+    return rope_settings(config) | pattern
+
+
 @dataclass(frozen=True)
 class Window:
     """What mlx-lm leaves out of a model's sliding windows: `everywhere` is added to every layer's mask; a row
@@ -169,13 +175,9 @@ def load_model(settings: ModelSettings, dtype: mx.Dtype, gpu: bool) -> Loaded:
 
     folder = Path(settings.path).expanduser()
     config = _config(folder)
+    mapped = mlx_lm_settings(config)
     try:
-        mapped = rope_settings(config)
-        if config["model_type"] == "gemma3_text":
-            mapped |= window_pattern(config)
         model, _ = load(folder, lazy=True, model_config=mapped)
-    except InputError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{settings.path} is not a model that the mlx engine can run: {line}") from error
