@@ -40,6 +40,13 @@ ENGINES: dict[str, Known] = {
         ("cpu", "gpu"),
         quantizations=("none", "4bit", "8bit"),
     ),
+    "jax": Known(
+        "instep.engines.jax.engine",
+        "JaxEngine",
+        "jax",
+        ("cpu", "gpu", "tpu"),
+        quantizations=("none", "4bit"),
+    ),
 }
 
 
