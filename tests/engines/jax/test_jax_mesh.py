@@ -1,0 +1,68 @@
+"""Four simulated devices give the curve of one; each runs in a process of its own, as XLA's flags are read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from batches import batch, samples
+from jax_engines import engine
+from pathlib import Path
+import dataclasses, jax
+from instep.engines.base import Sampling
+from instep.objectives import CrossEntropy
+made = engine(Path(sys.argv[1]), warm=False, quantization=sys.argv[2])
+spread = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves(made._weights))
+alone = max(leaf.addressable_shards[0].data.nbytes / leaf.nbytes for leaf in
+            jax.tree.leaves([made._weights["layers"][n] for n in ("qkv", "o", "gate_up", "down")]))
+losses = []
+for seed in range(6):
+    one = batch([samples([9, 14], seed), samples([20], seed + 50), samples([12], seed + 90)], 32)
+    if seed % 2:
+        one = dataclasses.replace(one, position=one.position + 5, prefix=np.arange(20, 25, dtype=np.int32))
+    sums = made.forward_backward(one, CrossEntropy())
+    losses.append(sums["loss"] / sums["weight"])
+    assert made.optim_step(1e-2, sums["weight"]).applied
+drawn = made.generate([np.arange(5, 16, dtype=np.int32)], 2, Sampling(6, seed=1))
+ids = [rollout.tokens.tolist() for rollout in drawn[0]]
+print(json.dumps({"losses": losses, "ids": ids, "devices": spread, "share": alone}))
+"""
+HERE = Path(__file__).parent
+
+
+def run(folder, devices: int, mesh: str = "", quantization: str = "none") -> dict:
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "INSTEP_JAX_MESH": mesh,
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(HERE.parent / "torch"), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), quantization],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "quantization"), [("gemma3_text", "none"), ("llama", "4bit")])
+def test_four_devices_give_the_curve_of_one(family, name, quantization):
+    one = run(family(name), 1, quantization=quantization)
+    assert one["devices"] == 1
+    for mesh in ("", "2x2"):  # all along data, or both axes
+        four = run(family(name), 4, mesh, quantization)
+        assert four["devices"] == 4 and four["share"] <= 0.5
+        np.testing.assert_allclose(four["losses"], one["losses"], rtol=1e-5)
+        assert four["ids"] == one["ids"]
