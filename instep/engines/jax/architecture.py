@@ -152,7 +152,9 @@ class ConfigReader:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         partial = parameters.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):
-            raise self.refuse("partial_rotary_factor" if "partial_rotary_factor" in self.raw else field, "1.0")
+            raise self.refuse(
+                "partial_rotary_factor" if "partial_rotary_factor" in self.raw else field, "1.0"
+            )
 
         def value(name: str, default: Any = None) -> float:
             found = parameters.get(name, default)

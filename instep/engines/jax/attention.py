@@ -64,11 +64,11 @@ def attend(
     if p:
         alone = Grid(1, p, 0, False)
         none = Places(jnp.zeros((1, p), jnp.int32), jnp.zeros((1, p), jnp.int32), jnp.int32(0))
-        parts = [x[:p].swapaxes(0, 1)[None] for x in (q, k, v)]
-        outputs.append(_grouped(architecture, kernel, alone, *parts, None, none, kind)[0].swapaxes(0, 1))
-        prefix = (parts[1][0], parts[2][0])
-    rows = [x[p:].reshape(grid.rows, grid.length, -1, width).swapaxes(1, 2) for x in (q, k, v)]
-    o = _grouped(architecture, kernel, grid, *rows, prefix, places, kind)
+        pq, pk, pv = (x[:p].swapaxes(0, 1)[None] for x in (q, k, v))
+        outputs.append(_grouped(architecture, kernel, alone, pq, pk, pv, None, none, kind)[0].swapaxes(0, 1))
+        prefix = (pk[0], pv[0])
+    q, k, v = (x[p:].reshape(grid.rows, grid.length, -1, width).swapaxes(1, 2) for x in (q, k, v))
+    o = _grouped(architecture, kernel, grid, q, k, v, prefix, places, kind)
     outputs.append(o.swapaxes(1, 2).reshape(-1, heads, width))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 
@@ -91,7 +91,8 @@ def _grouped(
         return _library(spec, kernel, q, k, v, prefix, places, kind)
     rows, heads, length, width = q.shape
     q = q.reshape(rows, k.shape[1], -1, length, width)
-    return plain(spec, q, k, v, prefix, places, kind).reshape(rows, heads, length, width)
+    output: jax.Array = plain(spec, q, k, v, prefix, places, kind)  # type: ignore[assignment]
+    return output.reshape(rows, heads, length, width)
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,10 @@ def _backward(spec: Spec, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
     # Σ_j p_ij · dp_ij of every query, from the output alone.
     inner = (grad.astype(jnp.float32) * output.astype(jnp.float32)).sum(-1, keepdims=True)
 
-    def windowed(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, prefix: Any) -> tuple[Any, ...]:
-        rows, heads, groups, _, width = q.shape
+    def windowed(
+        window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, prefix: Any
+    ) -> tuple[Any, ...]:
+        rows, heads, width = q.shape[0], q.shape[1], q.shape[4]
         grad_k, grad_v = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         grad_prefix = None if prefix is None else tuple(jnp.zeros(x.shape, jnp.float32) for x in prefix)
         grad_q = []
@@ -265,8 +268,12 @@ def _backward(spec: Spec, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
                     x.astype(q.dtype).reshape(fold) for x in (probability, grad_scores)
                 )
                 of_q = jnp.einsum(f"rhqm,{m}->rhqd", grad_scores, keys, preferred_element_type=jnp.float32)
-                of_k = jnp.einsum(f"rhqm,rhqd->{m}", grad_scores, folded_q, preferred_element_type=jnp.float32)
-                of_v = jnp.einsum(f"rhqm,rhqd->{m}", probability, folded_g, preferred_element_type=jnp.float32)
+                of_k = jnp.einsum(
+                    f"rhqm,rhqd->{m}", grad_scores, folded_q, preferred_element_type=jnp.float32
+                )
+                of_v = jnp.einsum(
+                    f"rhqm,rhqd->{m}", probability, folded_g, preferred_element_type=jnp.float32
+                )
                 return of_q.reshape(g.shape), of_k, of_v
 
             of_q, of_k, of_v = pull(own, k[:, :, low:b], v[:, :, low:b], True)
@@ -317,7 +324,13 @@ def _library(
         if prefix is None and not grid.packed:
             size = None if window is None else (window - 1, 0)
             return jax.nn.dot_product_attention(
-                q, k, v, scale=spec.scale, is_causal=True, local_window_size=size, implementation=_name(kernel)
+                q,
+                k,
+                v,
+                scale=spec.scale,
+                is_causal=True,
+                local_window_size=size,
+                implementation=_name(kernel),
             )
         i, j = jnp.arange(grid.length)[:, None], jnp.arange(grid.length)[None]
         seen = (i >= j) & (places.segment[:, :, None] == places.segment[:, None, :])
@@ -343,7 +356,10 @@ def _name(kernel: Kernel) -> Literal["xla", "cudnn"]:
 def choose_kernel(device: Any, dtype: Any, head_dim: int) -> tuple[Kernel, str]:
     """What attention is computed with, and why: cudnn's flash kernel where a trial of it runs."""
     if device.platform != "gpu":
-        return "plain", f"blocks of plain products, recomputed backwards: no flash kernel for {device.platform}"
+        return (
+            "plain",
+            f"blocks of plain products, recomputed backwards: no flash kernel for {device.platform}",
+        )
     if dtype == jnp.float32:
         return "plain", "blocks of plain products: cudnn's flash kernel has no float32"
     try:

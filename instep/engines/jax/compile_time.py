@@ -23,9 +23,9 @@ class CompileTime:
         self.programs = 0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event in EVENTS:
-            self.seconds += duration
+            self.seconds += duration_secs
             self.programs += event == EVENTS[-1]
 
 

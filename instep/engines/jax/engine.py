@@ -55,7 +55,9 @@ class JaxEngine:
         Raises InputError where the folder is not a model that this engine can run.
         """
         if adapter.kind != "lora":
-            raise InputError(f"adapter.kind is {adapter.kind!r}, which the jax engine cannot train: take 'lora'")
+            raise InputError(
+                f"adapter.kind is {adapter.kind!r}, which the jax engine cannot train: take 'lora'"
+            )
         if model.quantization not in ("none", "4bit"):
             raise InputError(
                 f"model.quantization is {model.quantization!r}: the jax engine knows 'none' and '4bit' (NF4)"
@@ -97,7 +99,9 @@ class JaxEngine:
         if processes:
             choices["processes"] = processes
         if model.quantization == "4bit":
-            choices["quantization"] = "NF4 in blocks of 64 for the linear layers; embedding and head stay as they are"
+            choices["quantization"] = (
+                "NF4 in blocks of 64 for the linear layers; embedding and head stay as they are"
+            )
         if model.gradient_checkpointing:
             choices["gradient_checkpointing"] = "on: each layer is run again in the backward pass"
         return LoadReport(

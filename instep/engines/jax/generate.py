@@ -69,7 +69,9 @@ def _decode_attention(
     shared = jnp.einsum("ngkrd,nkpd->ngkrp", q, prompt[0], preferred_element_type=jnp.float32)
     mine = jnp.einsum("ngkrd,ngkcd->ngkrc", q, own[0], preferred_element_type=jnp.float32)
     far = np.iinfo(np.int32).max
-    windows = jnp.asarray([far if k.window is None else k.window for k in setup.architecture.kinds], jnp.int32)
+    windows = jnp.asarray(
+        [far if k.window is None else k.window for k in setup.architecture.kinds], jnp.int32
+    )
     p, c = jnp.arange(places), jnp.arange(own[0].shape[3])
     seen = (p < lengths[:, None]) & (lengths[:, None] + at - p < windows[kind])
     scores = jnp.concatenate(

@@ -85,7 +85,7 @@ class Placement:
             )
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def put(self, value: np.ndarray | jax.Array, axes: Axes = ()) -> jax.Array:
+    def put(self, value: np.ndarray | np.generic | jax.Array, axes: Axes = ()) -> jax.Array:
         """The array on the mesh; in a run of several processes every one of them has the whole `value`."""
         sharding = self.sharding(axes, tuple(value.shape))
         if sharding.is_fully_addressable:

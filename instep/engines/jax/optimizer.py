@@ -47,7 +47,9 @@ class AdamW:
 
     def __init__(self, master: Tree) -> None:
         self.master = master
-        self.exp_avg, self.exp_avg_sq, self.gradient = (jax.tree.map(jnp.zeros_like, master) for _ in range(3))
+        self.exp_avg, self.exp_avg_sq, self.gradient = (
+            jax.tree.map(jnp.zeros_like, master) for _ in range(3)
+        )
         self.step = 0
 
     def zero_gradient(self) -> None:

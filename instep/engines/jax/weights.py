@@ -27,7 +27,12 @@ MATRICES: dict[str, tuple[str, ...]] = {
 """Stacked name → the modules whose weights lie in it, one after the other along the outputs."""
 MODULE = {path.rpartition(".")[2]: path for paths in MATRICES.values() for path in paths}
 """Last name of a linear layer → its path inside a decoder layer."""
-AXES = {"qkv": (None, MODEL, DATA), "o": (None, DATA, MODEL), "gate_up": (None, MODEL, DATA), "down": (None, DATA, MODEL)}  # fmt: skip
+AXES = {
+    "qkv": (None, MODEL, DATA),
+    "o": (None, DATA, MODEL),
+    "gate_up": (None, MODEL, DATA),
+    "down": (None, DATA, MODEL),
+}
 """How the stacked matrices [layers, out, in] are split over the mesh."""
 
 

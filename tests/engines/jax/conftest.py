@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(1, str(HERE.parent / "torch"))
 
-import models
+import models  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,9 @@ def test_greedy_batched_equals_single_and_is_the_argmax(family, name):
 def test_logprobs_match_a_rescore(family, name):
     made = engine(family(name))
     drawn = made.generate(PROMPTS, 4, Sampling(70, temperature=0.7, stop_tokens=(3, 4, 5), seed=2))
-    assert len({len(rollout.tokens) for group in drawn for rollout in group}) > 2  # rows left at different steps
+    assert (
+        len({len(rollout.tokens) for group in drawn for rollout in group}) > 2
+    )  # rows left at different steps
     for prompt, group in zip(PROMPTS, drawn, strict=True):
         for rollout in group:
             again = rescore(made, prompt, rollout, 0.7).logprob

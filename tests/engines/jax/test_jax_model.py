@@ -181,7 +181,11 @@ def test_what_is_not_a_model_is_one_clear_line(family, tmp_path):
 def test_settings_that_cannot_be_honoured_are_refused(family):
     settings = ModelSettings(path=str(family("llama")), device="cpu")
     for model, adapter, said in (
-        (settings, AdapterSettings(target_modules=("q_proj", "qkv_proj")), r"qkv_proj .*down_proj, gate_proj"),
+        (
+            settings,
+            AdapterSettings(target_modules=("q_proj", "qkv_proj")),
+            r"qkv_proj .*down_proj, gate_proj",
+        ),
         (settings, AdapterSettings(kind="full"), "full"),
         (settings.model_copy(update={"quantization": "8bit"}), AdapterSettings(), "8bit"),
         (settings.model_copy(update={"device": "tpu"}), AdapterSettings(), "tpu"),
@@ -217,7 +221,10 @@ def test_long_rows_equal_a_naive_softmax_in_values_and_gradients(family, kernel,
     import dataclasses
 
     shape = read_architecture(str(family("gemma3_text")))
-    kinds = (dataclasses.replace(shape.kinds[0], window=window), dataclasses.replace(shape.kinds[1], window=None))
+    kinds = (
+        dataclasses.replace(shape.kinds[0], window=window),
+        dataclasses.replace(shape.kinds[1], window=None),
+    )
     shape = dataclasses.replace(shape, kinds=kinds, heads=4, kv_heads=2, head_dim=8)
     grid, real = Grid(2, 600, 64, True), 50
     rng = np.random.default_rng(0)
@@ -305,7 +312,9 @@ def test_a_four_bit_base_computes_with_its_rounded_weights(family, tmp_path):
                       ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)):  # fmt: skip
             names = [f"model.layers.{layer}.{path}.weight" for path in paths]
             together = np.concatenate([tensors[name] for name in names])
-            value = np.asarray(nf4.dequantize(nf4.quantize(jnp.asarray(together)), together.shape, jnp.float32))
+            value = np.asarray(
+                nf4.dequantize(nf4.quantize(jnp.asarray(together)), together.shape, jnp.float32)
+            )
             at = 0
             for name in names:
                 tensors[name], at = value[at : at + len(tensors[name])].copy(), at + len(tensors[name])
