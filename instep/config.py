@@ -434,3 +434,37 @@ class EvaluationSettings(Settings):
         if self.k and max(self.k) > self.samples:
             raise ValueError(f"k = {max(self.k)} needs as many samples, but samples is {self.samples}")
         return self
+
+
+class GenerationSettings(Settings):
+    """Everything that `instep generate` and `instep chat` do, resolved."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    engine: Literal["auto", "torch", "mlx", "jax"] = "auto"
+    model: ModelSettings = ModelSettings()
+    adapter: str | None = None
+    """Run or adapter folder."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer; less where the model's context has no room for it."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.7
+    """0 always takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the most likely tokens that together have this probability."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from so many most likely tokens; 0 from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw from tokens of at least this share of the most likely one's probability."""
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends an answer and is not shown, besides the model's own stop tokens."""
+    include_reasoning: bool = False
+    """Let the model think first, where its template has a place for it."""
+
+    @model_validator(mode="after")
+    def _drawn(self) -> GenerationSettings:
+        if self.temperature == 0:
+            for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name} would not be used: temperature is 0, so that nothing is drawn")
+        if "" in self.stop_strings:
+            raise ValueError("a stop string is empty: it would end every answer at once")
+        return self

@@ -73,3 +73,43 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def trained_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three steps on the tiny model, at a rate that changes what it says."""
+    import json
+
+    from instep.config import SftSettings
+    from instep.loops.sft_run import run_sft
+    from instep.settings_file import load_settings
+    from tests.loops.collector import Collector
+
+    folder = tmp_path_factory.mktemp("trained")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Count to {number} and tell me about file {number}."},
+                {"role": "assistant", "content": f"the file {number} has {number * 31} words"},
+            ]
+        }
+        for number in range(3, 15)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = load_settings(
+        SftSettings,
+        overrides=[
+            "max_steps=3",
+            "optimizer.learning_rate=0.05",
+            "model.precision=float32",
+            "adapter.rank=4",
+        ],
+        flags={
+            "engine": "torch",
+            "model.path": str(tiny_model),
+            "data.path": str(folder / "chats.jsonl"),
+            "run.folder": str(folder / "run"),
+        },
+    )
+    assert run_sft(settings, Collector())["finished"]
+    return folder / "run"

@@ -39,6 +39,7 @@ LAYERS = [
     | {"adapter_diff", "adapters_mlx_lm", "models", "models_pypi", "runs", "engines", "plan", "fitting"}
     | {"evaluation", "rollouts"},
     {"loops"},
+    {"chat", "publishing"},
     {"cli"},
 ]
 

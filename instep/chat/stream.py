@@ -20,7 +20,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._context, self._read = 0, 0  # ids [context, read) are the surroundings in which [read, …) is decoded
+        self._context, self._read = (
+            0,
+            0,
+        )  # ids [context, read) are the surroundings in which [read, …) is decoded
         self._before = 0  # characters of the surroundings
         self._sent = 0  # characters of [read, …) that were given out
 

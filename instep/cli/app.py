@@ -10,50 +10,18 @@ import sys
 import typer
 
 from instep import __version__
-from instep.cli import adapter, convert, data, evaluate, grpo, plan, quickstart, runs, selftest, sft, stages
-from instep.errors import InputError, TrainingError
-
-app = typer.Typer(
-    name="instep",
-    help="Post-train language models on the machine you own.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from instep.cli import (
+    adapter,
+    chat,
+    convert,
+    data,
+    evaluate,
+    generate,
+    grpo,
+    plan,
+    quickstart,
+    runs,
+    selftest,
+    sft,
+    stages,
 )
-app.add_typer(data.app, name="data")
-app.add_typer(runs.app, name="runs")
-app.add_typer(adapter.app, name="adapter")
-app.command("convert")(convert.convert)
-app.command("plan")(plan.plan)
-app.command("selftest")(selftest.selftest)
-app.command("quickstart")(quickstart.quickstart)
-app.command("sft")(sft.sft)
-app.command("grpo")(grpo.grpo)
-app.command("eval")(evaluate.evaluate)
-app.command("run")(stages.run_file)
-
-
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"instep {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
-    ),
-) -> None:
-    pass
-
-
-def main() -> None:
-    try:
-        app()
-    except InputError as error:
-        print(f"instep: {error}", file=sys.stderr)
-        sys.exit(2)
-    except TrainingError as error:
-        print(f"instep: {error}", file=sys.stderr)
-        sys.exit(1)

@@ -14,10 +14,10 @@ from instep.rendering.tokenizer import load_tokenizer
 from instep.tasks import Tags, Task, check_tags_closed
 
 
-def prompt_renderer(folder: Path) -> Renderer:
+def prompt_renderer(folder: Path, include_reasoning: bool = False) -> Renderer:
     """The renderer of a model folder, whose stop tokens are those of the template and the tokenizer and those
     that config.json and generation_config.json name."""
-    renderer = Renderer(load_tokenizer(folder))
+    renderer = Renderer(load_tokenizer(folder), include_reasoning)
     found = list(renderer.stop_tokens)
     for name in ("config.json", "generation_config.json"):
         ids = _read(folder / name).get("eos_token_id")

@@ -31,7 +31,17 @@ def _byte_level() -> Any:
 
 def _sentence_piece() -> Any:
     """Llama 2's form: `▁` for a space, one token a byte, a space taken off the start of a text."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁ans", "wer", "s", "st"]
+    words = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁the",
+        "▁ans",
+        "wer",
+        "s",
+        "st",
+    ]
     words += ["op", "▁stop", "ö", "日"]
     raw = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     raw.decoder = decoders.Sequence(
