@@ -16,6 +16,7 @@ from instep.cli import (
     convert,
     data,
     evaluate,
+    fuse,
     generate,
     grpo,
     plan,
@@ -25,3 +26,52 @@ from instep.cli import (
     sft,
     stages,
 )
+from instep.errors import InputError, TrainingError
+
+app = typer.Typer(
+    name="instep",
+    help="Post-train language models on the machine you own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data.app, name="data")
+app.add_typer(runs.app, name="runs")
+app.add_typer(adapter.app, name="adapter")
+app.command("convert")(convert.convert)
+app.command("plan")(plan.plan)
+app.command("selftest")(selftest.selftest)
+app.command("quickstart")(quickstart.quickstart)
+app.command("sft")(sft.sft)
+app.command("grpo")(grpo.grpo)
+app.command("eval")(evaluate.evaluate)
+app.command("run")(stages.run_file)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("fuse")(fuse.fuse)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"instep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except InputError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        sys.exit(2)
+    except TrainingError as error:
+        print(f"instep: {error}", file=sys.stderr)
+        sys.exit(1)
