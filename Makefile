@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS ?= torch,dev
+EXTRAS ?= torch,mlx,jax,dev
 UV := $(shell command -v uv 2>/dev/null)
 
 # The first Python on the PATH that is new enough; empty where there is none.

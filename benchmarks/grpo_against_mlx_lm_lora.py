@@ -1,0 +1,105 @@
+"""GRPO on MLX, instep against mlx-lm-lora, measured in pairs in one run on this machine.
+
+    python benchmarks/grpo_against_mlx_lm_lora.py [--gsm8k FOLDER] [--model FOLDER] [--json FILE]
+
+The same work as `grpo_against_trl.py`: a step is 2 prompts × 8 completions of 64 tokens sampled, scored, credited and
+trained on, with a KL term, in float32. mlx-lm-lora runs in an environment of its own
+(`peers/requirements-mlx-lm-lora.txt`). On Linux, preload an optimised BLAS for both (docs/mlx.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
+
+import grpo_against_trl
+import harness
+import prompts
+from harness import Part
+
+from instep.config import DEFAULT_MODEL
+from instep.engines.mlx.loading import rope_settings
+from instep.models import read_config, resolve
+
+SIDES = {"mlx-lm-lora": "mlx_lm_lora_grpo.py", "instep": "instep_grpo.py"}
+PROMPTS_PER_STEP, LENGTH = grpo_against_trl.PROMPTS_PER_STEP, 300
+RATE, PEAK_SHARE = 2.5, 0.5
+
+
+def measure(python: Path, model: Path, work: Path, gsm8k: str | None, steps: int, repeats: int) -> Part:
+    made = prompts.of_length(model, gsm8k, LENGTH, PROMPTS_PER_STEP * steps + 1)
+    path = prompts.write(work / f"prompts-{LENGTH}.jsonl", made[:-1])
+    prompts.write(path.with_suffix(".held-out.jsonl"), made[-1:])
+    job = grpo_against_trl.job(model, path, steps, 0) | {
+        "engine": "mlx",
+        "precision": "float32",
+        "mlx_model_config": rope_settings(read_config(str(model))),
+    }
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    for _, side in harness.interleaved(list(SIDES), repeats):
+        began = time.perf_counter()
+        interpreter = python if side == "mlx-lm-lora" else sys.executable
+        runs[side].append(harness.run_worker(interpreter, harness.PEERS / SIDES[side], job, {}))
+        print(f"  {side}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    grpo_against_trl.check_same_work(runs)
+    return _part(runs, steps, repeats)
+
+
+def _part(runs: dict[str, list[dict[str, Any]]], steps: int, repeats: int) -> Part:
+    def median(side: str, of: str) -> float:
+        return statistics.median(step[of] for run in runs[side] for step in run["steps"][1:])
+
+    peaks = {side: max(run["peak_resident_bytes"] for run in found) for side, found in runs.items()}
+    part = Part(
+        f"{PROMPTS_PER_STEP} prompts of {LENGTH} tokens × 8 completions of 64 tokens, β 0.04, float32",
+        ["side", "seconds/step", "sampled tokens/step", "peak GB"],
+        [
+            [
+                side,
+                f"{median(side, 'seconds'):.2f}",
+                f"{median(side, 'sampled_tokens'):.0f}",
+                f"{peaks[side] / 1e9:.2f}",
+            ]
+            for side in runs
+        ],
+    )
+    rate = median("mlx-lm-lora", "seconds") / median("instep", "seconds")
+    share = peaks["instep"] / peaks["mlx-lm-lora"]
+    part.remarks = [
+        harness.verdict("step rate against mlx-lm-lora", rate, RATE, at_most=False),
+        harness.verdict("peak memory against mlx-lm-lora", share, PEAK_SHARE, at_most=True),
+        f"{repeats} run(s) a side, {steps} steps each, the first left out; medians, highest peak",
+    ]
+    part.data = {"runs": runs}
+    return part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gsm8k", help="folder with GSM8K's train.jsonl and test.jsonl; else from the Hub")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="local folder or Hub id")
+    parser.add_argument("--steps", type=int, default=4, help="steps a run, the first left out (default: 4)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs a side (default: 1)")
+    parser.add_argument("--work", type=Path, default=harness.default_work_folder())
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    wanted = parser.parse_args()
+    harness.end_on_sigterm()
+    python = harness.peer_python(wanted.work, harness.PEERS / "requirements-mlx-lm-lora.txt")
+    model, work = resolve(wanted.model).resolve(), wanted.work.resolve() / "grpo-against-mlx-lm-lora"
+    before = harness.begin()
+    part = measure(python, model, work, wanted.gsm8k, wanted.steps, wanted.repeats)
+    print(part.text(), flush=True)
+    peers = harness.versions_of(python, "mlx-lm-lora", "mlx", "mlx-lm")
+    harness.finish(before, [part], wanted.json, peers)
+
+
+if __name__ == "__main__":
+    main()
