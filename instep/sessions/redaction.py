@@ -68,10 +68,10 @@ class Redactor:
     def learn(self, value: Any) -> None:
         """Take in the secrets that only their surroundings give away, and the names of home directories."""
         for text in _texts(value):
-            for match in HOME.finditer(text) if "Users" in text or "/home/" in text else ():
+            for match in HOME.finditer(text) if _may_hold_home(text) else ():
                 # A value that is such a path and nothing else (a working directory) is one, too.
                 if _certainly_home(match) or match[0] == text:
-                    self._names.add(match["unix"] or match["windows"])
+                    self._names.add(_name_of(match))
             for pattern in patterns():
                 if pattern.contextual and any(hint in text for hint in pattern.hints):
                     for match in pattern.regex.finditer(text):
@@ -154,7 +154,7 @@ class Redactor:
         if self._home_pattern is not None and self._home in text:
             text, count = self._home_pattern.subn("~", text)
             self.counts["home-directory"] += count
-        if "/home/" in text or "Users" in text:
+        if _may_hold_home(text):
             text = HOME.sub(self._home_directory, text)
         if self._names and ("-Users-" in text or "-home-" in text):
             # Agents name a session's folder after its path: --Users-anna-code-- .
@@ -166,7 +166,7 @@ class Redactor:
         return text
 
     def _home_directory(self, match: re.Match[str]) -> str:
-        name = match["unix"] or match["windows"]
+        name = _name_of(match)
         # `/home/dashboard` may be a route: without a slash behind it, only a name met as a directory counts.
         if name in ("Shared", "Public") or not (_certainly_home(match) or name in self._names):
             return match[0]
@@ -175,7 +175,15 @@ class Redactor:
 
 
 def _certainly_home(match: re.Match[str]) -> bool:
-    return bool(match["windows"] or match["mac"] or match["slash"] is not None)
+    return bool(match["windows"] or match["escaped"] or match["mac"] or match["slash"] is not None)
+
+
+def _may_hold_home(text: str) -> bool:
+    return "Users" in text or "/home/" in text or "Fhome%2" in text or "fhome%2" in text
+
+
+def _name_of(match: re.Match[str]) -> str:
+    return match["unix"] or match["windows"] or match["escaped"]
 
 
 def _any_of(secrets: dict[str, str]) -> re.Pattern[str]:

@@ -221,6 +221,37 @@ def _contextual() -> list[Pattern]:
             ("aws", "AWS", "Aws"),
             contextual=True,
         ),
+        # curl -u name:password, and the password of a .netrc entry.
+        Pattern(
+            "command-password",
+            re.compile(
+                r"\bcurl\b[^\n|;&]{0,400}?\s(?:-u|--user)[ =]?\\?[\"']?[^\s:\"'\\]{1,100}:(?P<value>[^\s\"'\\]{3,200})"
+            ),
+            ("curl",),
+            _literal_value,
+            contextual=True,
+        ),
+        Pattern(
+            "netrc-password",
+            re.compile(
+                r"\bmachine\s+\S{1,200}\s+login\s+\S{1,200}\s+password\s+(?P<value>[^\s\"'\\]{3,200})"
+            ),
+            ("machine",),
+            _literal_value,
+            contextual=True,
+        ),
+        # password: value at the end of a line, as in YAML, the value unquoted.
+        Pattern(
+            "password-field",
+            re.compile(
+                rf"(?i)(?:^|\n|(?<=\\n))[ \t-]*[\w-]{{0,40}}{names}:[ \t]+"
+                r"(?P<value>[^\s\"'#{}\[\]&*!|>%@`,;()\\.]{8,200})"
+                r"[ \t]*(?=$|\n|\\n|#)"
+            ),
+            lower,
+            lambda value: _secret_value(value) and _hard_to_guess(value),
+            contextual=True,
+        ),
         Pattern("npm-token", re.compile(r"_authToken\s*=\s*(?P<value>[^\s\"'$]{20,})"), ("_authToken",)),
         # NAME_TOKEN=value as in .env files and exports: capitals only, so that code is left alone.
         Pattern(
@@ -271,5 +302,7 @@ EMAIL = re.compile(
 HOME = re.compile(
     r"(?:(?<![\w.~-])|(?<=\\[nrt]))(?:(?:/mnt/[a-z])?/(?:(?P<mac>Users)|home)/(?P<unix>[A-Za-z0-9._-]*[A-Za-z0-9_])"
     r"(?P<slash>(?=:?/))?"
+    # Escaped in a URL: %2FUsers%2Fanna%2Fcode.
+    r"|%2[Ff](?:Users|home)%2[Ff](?P<escaped>[A-Za-z0-9._-]*[A-Za-z0-9_])"
     r"|[A-Za-z]:(?:\\\\|\\|/)Users(?:\\\\|\\|/)(?P<windows>[A-Za-z0-9._-]+))"
 )

@@ -217,7 +217,34 @@ LEAKS = {
     ),
     "at sign in a URL's password": ("postgres://bob:{}@db.local/x", "p@ss:w0rd!9Kx"),
     "key header": ("curl -H 'X-Api-Key: {}' url", "abcDEF123ghiJKL456mnq"),
+    "curl's user": ("curl -s -u anna:{} https://db.local", "Tr0ub4dor-and-3x"),
+    "netrc": ("machine db.local login anna password {}", "Tr0ub4dor-and-3y"),
+    "YAML": ("db:\n  host: local\n  db_password: {}\n  port: 5432", "Tr0ub4dor9and3z"),
 }
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "password: string\ntoken: number",
+        "  api_key: process.env.API_KEY1\n",
+        "const token: AccessToken2 = next();",
+        "curl -u $USER:$PASS https://x",
+        "curl https://x | jq -u a:b9",
+        "secret: tests/fixtures/v2\n",
+        "The machine has a login screen; its password dialog is new.",
+        "x = a%2Fhomeward%2Fbound",
+    ],
+)
+def test_what_only_looks_like_it_stays(harmless: str) -> None:
+    conversations, _ = redact([Conversation("b", (Message("user", harmless),))])
+    assert conversations[0].messages[0].content == harmless
+
+
+def test_a_home_directory_escaped_in_a_url() -> None:
+    text = "vscode://file/%2FUsers%2Fanna%2Fcode%2Fmain.py and %2fhome%2fanna%2fx"
+    conversations, _ = redact([Conversation("b", (Message("user", text),))])
+    assert conversations[0].messages[0].content == "vscode://file/~%2Fcode%2Fmain.py and ~%2fx"
 
 
 @pytest.mark.parametrize(("form", "secret"), LEAKS.values(), ids=LEAKS)
