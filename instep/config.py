@@ -61,7 +61,7 @@ class AdapterSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    learning_rate: PositiveFloat = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = 2e-4
     schedule: Literal["cosine", "constant"] = "cosine"
     """After a linear warm-up: down to `final_share` of the peak along a cosine, or constant."""
     warmup_share: Share = 0.05

@@ -5,6 +5,7 @@ Command modules import what they need inside their functions, so that `instep --
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -27,6 +28,9 @@ from instep.cli import (
     stages,
 )
 from instep.errors import InputError, TrainingError
+
+BROKEN_PIPE = 141
+"""What a shell reports for a process that SIGPIPE has ended."""
 
 app = typer.Typer(
     name="instep",
@@ -69,6 +73,9 @@ def _root(
 def main() -> None:
     try:
         app()
+    except BrokenPipeError:  # the reader of a pipe has had enough: `instep data show FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     except InputError as error:
         print(f"instep: {error}", file=sys.stderr)
         sys.exit(2)

@@ -44,10 +44,10 @@ def in_use(path: Path) -> bool:
     try:
         with (path / LOCK).open("r", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError:  # no lock, or none that can be read: nobody trains here
+        return False
     return False
 
 
@@ -123,7 +123,7 @@ class RunFolder:
     def known_id(self) -> str | None:
         """The run's id, where it has one already."""
         file = self.path / IDENTITY
-        return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+        return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None
 
     @property
     def id(self) -> str:

@@ -136,8 +136,11 @@ def _assistant(value: dict[str, Any], position: int, report: ReadReport, supervi
         call, whole = tool_call(function.get("name"), function.get("arguments"), id, report)
         calls.append(call)
         fine = fine and whole
-    wanted = supervised and value.get("weight", 1) != 0
-    reason = "weight 0 in the data" if supervised and not wanted else None
+    weight = 1 if value.get("weight") is None else value["weight"]
+    wanted = supervised and weight in (1,)
+    reason = None
+    if supervised and not wanted:
+        reason = "weight 0 in the data" if weight in (0,) else "weight is neither 0 nor 1"
     if wanted and not fine:
         reason = "tool arguments are no JSON object"
     if reason:

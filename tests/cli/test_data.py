@@ -149,3 +149,12 @@ def test_force_replaces_what_was_built_and_nothing_else(tmp_path: Path) -> None:
     assert "is read by this command" in refused("show", output, "--html", output, "--force")
     assert session.read_bytes() == (FIXTURES / "chat.jsonl").read_bytes()
     assert link.is_symlink() and output.read_bytes() == built
+
+
+def test_a_reader_that_has_had_enough_is_no_traceback(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "word " * 2000} for role in ("user", "assistant") * 20]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    command = f"{sys.executable} -m instep data show {file} | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

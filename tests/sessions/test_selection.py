@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from instep import sessions
 from instep.errors import InputError
 from instep.records import Conversation, Message, ToolCall
 from instep.sessions.report import ReadReport
@@ -131,3 +132,16 @@ def test_json_text_inside_a_record_is_no_reason_to_stop(
     assert len(conversations) >= 3
     write_conversations(tmp_path / "out.jsonl", conversations)
     assert len(read_conversations(tmp_path / "out.jsonl")) == len(conversations)
+
+
+@pytest.mark.parametrize("weight", ["0", 0.5, [1], -1])
+def test_a_weight_that_is_neither_0_nor_1_trains_nothing_and_is_counted(
+    tmp_path: Path, weight: object
+) -> None:
+    turn = {"role": "assistant", "content": "Four.", "weight": weight}
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, turn]}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    conversations, report = sessions.load(file)
+    assert not any(message.supervised for c in conversations for message in c.messages)
+    assert report.not_supervised["weight is neither 0 nor 1"] == 1
