@@ -28,6 +28,7 @@ CHANGEABLE_ON_RESUME = (
     "epochs",
     "max_steps",
     "max_minutes",
+    "engine",
     "model.device",
     "model.gradient_checkpointing",
     "model.head_chunk",

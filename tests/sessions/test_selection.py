@@ -141,7 +141,9 @@ def test_a_weight_that_is_neither_0_nor_1_trains_nothing_and_is_counted(
     turn = {"role": "assistant", "content": "Four.", "weight": weight}
     row = {"messages": [{"role": "user", "content": "2 + 2?"}, turn]}
     file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps(row) + "\n")
+    good = {"messages": [row["messages"][0], {"role": "assistant", "content": "Five.", "weight": 1.0}]}
+    file.write_text(json.dumps(row) + "\n" + json.dumps(good) + "\n")
     conversations, report = sessions.load(file)
-    assert not any(message.supervised for c in conversations for message in c.messages)
+    supervised = [m.content for c in conversations for m in c.messages if m.supervised]
+    assert supervised == ["Five."]
     assert report.not_supervised["weight is neither 0 nor 1"] == 1
