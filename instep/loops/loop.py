@@ -45,6 +45,11 @@ class Loop(ABC):
         self._config = (run.path / CONFIG).read_text(encoding="utf-8")
         self._bad = 0
         self._pace: list[float] = []
+        self._compiled = self._compile_seconds()
+
+    def _compile_seconds(self) -> float | None:
+        """What the engine has spent on compiling so far; None where it compiles nothing."""
+        return getattr(self.engine, "compile_seconds", None)
 
     @abstractmethod
     def step(self, stop: StopFlag) -> bool:
@@ -148,6 +153,10 @@ class Loop(ABC):
             "memory_driver_bytes": memory.driver_bytes,
             "memory_resident_bytes": memory.resident_bytes,
         }
+        compiled = self._compile_seconds()
+        if compiled is not None and self._compiled is not None:
+            record["seconds_compile"] = compiled - self._compiled
+            self._compiled = compiled
         record |= self._attendance.figures()
         self._pace = [*self._pace[1 - PACE_STEPS :], seconds]
         self.log.write(record)

@@ -49,6 +49,7 @@ METRICS = {
     "seconds_rollouts": "Part of it for sampling and scoring completions.",
     "seconds_forward_backward": "Part of it for the loss and its gradient.",
     "seconds_optimizer": "Part of it for the update.",
+    "seconds_compile": "JAX: time in the compiler since the step before, held-out evaluations included.",
     # Memory.
     "memory_live_bytes": "What the engine holds on its device (on a CPU: the process).",
     "memory_peak_bytes": "The most it held since it was loaded, where the platform can tell.",

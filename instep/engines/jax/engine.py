@@ -116,7 +116,7 @@ class JaxEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Time that this process has spent on compiling."""
+        """Time that this process has spent on compiling so far; loops log it beside the time of steps."""
         return COMPILED.seconds
 
     def shape_rules(self) -> ShapeRules:
@@ -133,14 +133,12 @@ class JaxEngine:
         return lay_out(batch, keep, self._setup.chunk, self._multiple, self._placement)
 
     def forward_backward(self, batch: Batch, objective: Objective) -> dict[str, float]:
-        """Add the gradient of the objective's sum; returns sums (see `instep.engines.base`), among them
-        `compile_seconds`, the part of this call's time that went into compiling."""
+        """Add the gradient of the objective's sum; returns sums (see `instep.engines.base`)."""
         used = np.flatnonzero(batch.weight != 0)
         sums = {"loss": 0.0, "weight": batch.weight_sum, "correct": 0.0, "sites": float(len(used))}
-        before = COMPILED.seconds
         layout = self._layout(batch, used)
         if not len(used):
-            return sums | {"compile_seconds": 0.0}
+            return sums
         self._trained.gradient, computed = step.accumulate(
             self._setup,
             layout.grid,
@@ -153,7 +151,7 @@ class JaxEngine:
         sums |= {name: float(value) for name, value in jax.device_get(computed).items()}
         if not math.isfinite(sums["loss"]):
             self._poisoned = True
-        return sums | {"compile_seconds": COMPILED.seconds - before}
+        return sums
 
     def optim_step(self, learning_rate: float, denominator: float) -> StepReport:
         """Divide, clip by global norm, AdamW, zero. Changes nothing where the gradient is not finite."""

@@ -226,12 +226,11 @@ def test_few_shapes_are_compiled(family):
 
     made = engine(family("llama"), head_chunk=11)  # a setting that no other test has compiled
     before = step.accumulate._cache_size()
-    seconds = made.compile_seconds
+    seconds = [made.compile_seconds]
     for length in range(5, 60, 5):  # lengths and numbers of sites differ
-        sums = made.forward_backward(batch([samples([length])], length), LOSS)
-        if length == 5:
-            assert 0 < sums["compile_seconds"] <= made.compile_seconds - seconds
+        made.forward_backward(batch([samples([length])], length), LOSS)
+        seconds.append(made.compile_seconds)
     assert step.accumulate._cache_size() == before + 1
-    assert sums["compile_seconds"] == 0
+    assert seconds[0] < seconds[1] == seconds[-1]
     assert len({bucket(n, 64) for n in range(1, 4097)}) == 20
     assert all(n <= bucket(n, 64) <= max(64, n * 1.25 + 64) for n in range(1, 5000))
