@@ -129,7 +129,9 @@ class ChatModel:
         for name in ("model", "engine", "adapter", "include_reasoning"):
             if name in settings:
                 raise InputError(f"{name} cannot change for one answer: load the model anew")
-        return validate(GenerationSettings, self.settings.model_dump() | settings, "settings of the answer")
+        return validate(
+            GenerationSettings, self.settings.model_dump() | dict(settings), "settings of the answer"
+        )
 
     def _sample(
         self,
@@ -254,7 +256,10 @@ def open_model(settings: GenerationSettings) -> ChatModel:
 
 def load(target: str | Path | None = None, **settings: Any) -> ChatModel:
     """See `instep.load`."""
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
-    nested = {name: flags.pop(name) for name in list(flags) if isinstance(flags[name], Mapping)}
-    dotted = {f"{name}.{key}": value for name, tree in nested.items() for key, value in tree.items()}
-    return open_model(generation_settings(None if target is None else str(target), flags | dotted))
+    flags: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flags |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flags[name] = str(value) if isinstance(value, Path) else value
+    return open_model(generation_settings(None if target is None else str(target), flags))

@@ -21,6 +21,7 @@ from instep.cli import (
     generate,
     grpo,
     plan,
+    publish,
     quickstart,
     runs,
     selftest,
@@ -53,6 +54,7 @@ app.command("run")(stages.run_file)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("fuse")(fuse.fuse)
+app.command("publish")(publish.publish)
 
 
 def _version(show: bool) -> None:

@@ -20,8 +20,12 @@ def fuse(
     precision: str = typer.Option(
         "auto", "--precision", help="auto (as the base is stored), bfloat16, float16 or float32."
     ),
-    engine: str = typer.Option("auto", "--engine", help="The engine that compares the two; auto, or its name."),
-    check: bool = typer.Option(True, "--check/--no-check", help="Compare fused with adapter on a few tokens."),
+    engine: str = typer.Option(
+        "auto", "--engine", help="The engine that compares the two; auto, or its name."
+    ),
+    check: bool = typer.Option(
+        True, "--check/--no-check", help="Compare fused with adapter on a few tokens."
+    ),
     allow_loss: bool = typer.Option(
         False, "--allow-loss", help="Also where rounding erases more than a tenth of the adapter."
     ),
@@ -34,7 +38,9 @@ def fuse(
         emit_json(result)
         return
     typer.echo(f"fused {result['layers']} layers into {result['precision']}, {result['bytes'] / 1e6:.0f} MB")
-    typer.echo(f"{result['survived']:.1%} of the adapter survives the rounding (cosine {result['cosine']:.4f})")
+    typer.echo(
+        f"{result['survived']:.1%} of the adapter survives the rounding (cosine {result['cosine']:.4f})"
+    )
     if found := result["check"]:
         typer.echo(
             f"log-probabilities of {found['tokens']} tokens differ from those with the adapter by "
@@ -51,7 +57,9 @@ def trained_adapter(run: str, model: str | None) -> GenerationSettings:
 
     settings = generation_settings(None, {"adapter": run, "model.path": model})
     if settings.adapter is None:
-        raise InputError(f"run {run} trained every parameter: {settings.model.path} is the whole model already")
+        raise InputError(
+            f"run {run} trained every parameter: {settings.model.path} is the whole model already"
+        )
     return settings
 
 

@@ -21,7 +21,15 @@ from instep import models
 from instep.adapters import PREFIX, load_adapter, lora_a_name, lora_b_name
 from instep.errors import InputError
 from instep.files import replacing_folder
-from instep.publishing.tensors import FLOATS, TYPES, Entry, TensorFile, as_float32, from_float32, write_tensors
+from instep.publishing.tensors import (
+    FLOATS,
+    TYPES,
+    Entry,
+    TensorFile,
+    as_float32,
+    from_float32,
+    write_tensors,
+)
 
 ENOUGH = 0.9
 """Share of the adapter that has to survive the rounding."""
@@ -82,7 +90,9 @@ def fuse(
             "original model with --model"
         )
     matrices, settings = load_adapter(adapter)
-    modules = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in matrices if ".lora_A." in name]
+    modules = [
+        name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in matrices if ".lora_A." in name
+    ]
     files = [TensorFile(path) for path in sorted(base.glob("*.safetensors"))]
     names = {name for file in files for name in file.entries}
     modules_of = {weight_of(module, names): module for module in modules}
@@ -90,18 +100,20 @@ def fuse(
     size = 0
     with replacing_folder(target) as partial:
         for file in files:
-            size += _fuse_file(file, partial, modules_of, matrices, settings.alpha / settings.rank, precision, tally)
+            size += _fuse_file(
+                file, partial, modules_of, matrices, settings.alpha / settings.rank, precision, tally
+            )
         if not tally.wanted:
-            raise InputError(f"adapter {adapter} adds nothing to the model (its B matrices are zero): train it first")
+            raise InputError(
+                f"adapter {adapter} adds nothing to the model (its B matrices are zero): train it first"
+            )
         if tally.survived < ENOUGH and not allow_loss:
             raise InputError(
                 f"only {tally.survived:.0%} of the adapter would survive rounding to "
-                f"{_stored(files, modules_of, precision)}: fuse with --precision float32, or accept it with --allow-loss"
+                f"{_stored(files, modules_of, precision)}: fuse with --precision float32, or accept it (--allow-loss)"
             )
         _copy_rest(base, partial, config, precision, size)
-    return FuseReport(
-        len(modules), _stored(files, modules_of, precision), tally.survived, tally.cosine, size
-    )
+    return FuseReport(len(modules), _stored(files, modules_of, precision), tally.survived, tally.cosine, size)
 
 
 def refuse_filled(target: Path) -> None:
@@ -145,7 +157,9 @@ def _fuse_file(
             same = entry.dtype == file.entries[entry.name].dtype
             return file.raw(entry.name) if same else _rounded(file.float32(entry.name), entry)
         if entry.dtype not in FLOATS:
-            raise InputError(f"{file.path}: {entry.name} is stored as {entry.dtype}: expected 16- or 32-bit floats")
+            raise InputError(
+                f"{file.path}: {entry.name} is stored as {entry.dtype}: expected 16- or 32-bit floats"
+            )
         a, b = matrices[lora_a_name(module)], matrices[lora_b_name(module)]
         if entry.shape != (b.shape[0], a.shape[1]):
             raise InputError(
@@ -197,7 +211,9 @@ def _copy_rest(base: Path, folder: Path, config: dict[str, Any], precision: str,
         if file.is_file() and wanted and not any(fnmatch(file.name, one) for one in NOT_COPIED):
             shutil.copyfile(file, folder / file.name)
     if precision != "auto":
-        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": precision}
+        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {
+            "dtype": precision
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     index = base / "model.safetensors.index.json"
     if index.is_file():

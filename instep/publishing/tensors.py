@@ -50,7 +50,9 @@ class TensorFile:
                 name: Entry(name, value["dtype"], tuple(value["shape"]), *value["data_offsets"])
                 for name, value in header.items()
             }
-            self._bytes = np.memmap(path, np.uint8, "r", offset=8 + length) if header else np.zeros(0, np.uint8)
+            self._bytes = (
+                np.memmap(path, np.uint8, "r", offset=8 + length) if header else np.zeros(0, np.uint8)
+            )
             if max((entry.end for entry in self.entries.values()), default=0) > len(self._bytes):
                 raise ValueError("it ends before its last tensor")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -98,8 +100,16 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for entry in entries:
-        size = FLOATS[entry.dtype] * int(np.prod(entry.shape)) if entry.dtype in FLOATS else entry.end - entry.start
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        size = (
+            FLOATS[entry.dtype] * int(np.prod(entry.shape))
+            if entry.dtype in FLOATS
+            else entry.end - entry.start
+        )
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -109,5 +119,5 @@ def write_tensors(
             begin, end = header[entry.name]["data_offsets"]
             data = content(entry)
             assert data.nbytes == end - begin, entry.name
-            file.write(memoryview(np.ascontiguousarray(data)).cast("B"))
+            np.ascontiguousarray(data).tofile(file)
     return at

@@ -21,7 +21,8 @@ from instep.records import Batch, Message, Sample
 EXAMPLE = (
     Message("user", "Why does the second test fail, and what is the smallest change that mends it?"),
     Message(
-        "assistant", "It divides by the length of an empty list. Return 0 there before dividing; I have run it."
+        "assistant",
+        "It divides by the length of an empty list. Return 0 there before dividing; I have run it.",
     ),
 )
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}

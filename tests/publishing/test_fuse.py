@@ -81,16 +81,16 @@ def test_fused_is_what_peft_makes_of_it(trained_run: Path, tiny_model: Path, tmp
 
 def test_a_wrong_model_does_not_pass_the_check(trained_run: Path, tiny_model: Path, tmp_path: Path) -> None:
     """The fused adapter has its sign turned: the comparison must see it."""
-    turned = _adapter(
-        tmp_path / "turned", trained_run / "adapter", lambda n, v: -v if "lora_B" in n else v
-    )
+    turned = _adapter(tmp_path / "turned", trained_run / "adapter", lambda n, v: -v if "lora_B" in n else v)
     fuse(tiny_model, turned, tmp_path / "fused")
     model = ModelSettings(path=str(tiny_model), precision="float32")
     with pytest.raises(InputError, match="does not say what the adapter says"):
         verify(model, tiny_model, trained_run, tmp_path / "fused", "torch", "float32")
 
 
-def test_an_adapter_that_rounding_erases_is_refused(trained_run: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_rounding_erases_is_refused(
+    trained_run: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     small = _adapter(
         tmp_path / "small", trained_run / "adapter", lambda n, v: v * 1e-5 if "lora_B" in n else v
     )
@@ -157,7 +157,9 @@ def test_sharded_models_stay_sharded(trained_run: Path, tiny_model: Path, tmp_pa
 
 def test_the_command(instep: Any, trained_run: Path, tmp_path: Path) -> None:
     done = instep("fuse", trained_run, "-o", "fused")
-    assert "fused 14 layers into float32" in done.stdout and "differ from those with the adapter" in done.stdout
+    assert (
+        "fused 14 layers into float32" in done.stdout and "differ from those with the adapter" in done.stdout
+    )
     result = json.loads(instep("fuse", trained_run, "-o", "again", "--no-check", "--json").stdout)
     assert result["check"] is None and result["survived"] == pytest.approx(1, abs=1e-5)
     assert "not empty" in instep("fuse", trained_run, "-o", "again", check=2).stderr
