@@ -16,6 +16,7 @@ from instep.cli import (
     chat,
     convert,
     data,
+    doctor,
     evaluate,
     fuse,
     generate,
@@ -45,6 +46,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(adapter.app, name="adapter")
 app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
 app.command("selftest")(selftest.selftest)
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)

@@ -35,6 +35,8 @@ class Trace:
     losses: list[float]
     logprob: np.ndarray
     gradient: dict[str, np.ndarray]
+    norm: float
+    """Of that gradient, before it is clipped (`gradient` is after)."""
     greedy: list[int]
 
 
@@ -87,7 +89,8 @@ def samples_of(vocabulary: int) -> list[Sample]:
     return found
 
 
-def _loaded(name: str, folder: Path, device: str, precision: str) -> tuple[Engine, LoadReport]:
+def loaded(name: str, folder: Path, device: str, precision: str) -> tuple[Engine, LoadReport]:
+    """An engine with the model and a fresh adapter. Raises InputError."""
     engine = engines.create(name)
     model = ModelSettings.model_validate({"path": str(folder), "device": device, "precision": precision})
     return engine, engine.load(model, AdapterSettings(), OptimizerSettings(), 0)
@@ -98,19 +101,20 @@ def trace(engine: Engine, samples: list[Sample]) -> Trace:
     batch = collate([samples[:2], samples[2:]], engine.shape_rules())
     real = batch.weight > 0
     logprob = engine.score(batch).logprob[real]
-    losses, gradient = [], {}
+    losses, gradient, norm = [], {}, 0.0
     for step in range(STEPS):
         sums = engine.forward_backward(batch, CrossEntropy())
         losses.append(sums["loss"] / sums["weight"])
-        engine.optim_step(1e-3, sums["weight"])
+        report = engine.optim_step(1e-3, sums["weight"])
         if step == 0:
+            norm = report.gradient_norm
             gradient = {
                 name: value / (1 - OptimizerSettings().beta1)
                 for name, value in engine.state().exp_avg.items()
             }
     prompt = samples[0].tokens[:32]
     (rollout,) = engine.generate([prompt], 1, Sampling(NEW_TOKENS, temperature=0.0), adapter=False)[0]
-    return Trace(losses, logprob, gradient, rollout.tokens.tolist())
+    return Trace(losses, logprob, gradient, norm, rollout.tokens.tolist())
 
 
 def compare(name: str, ours: Trace, reference: Trace) -> list[Check]:
@@ -176,11 +180,11 @@ def run_selftest(name: str, folder: Path, length: int, say: Callable[[str], None
     """Compare the engine on its own device with itself on the CPU, and with the PyTorch engine where that is
     installed; then measure. Raises InputError where the engine or the model cannot be loaded."""
     say(f"{name} on the CPU, float32")
-    engine, cpu = _loaded(name, folder, "cpu", "float32")
+    engine, cpu = loaded(name, folder, "cpu", "float32")
     samples = samples_of(1000)
     reference = trace(engine, samples)
     del engine
-    own, own_report = _loaded(name, folder, "auto", "auto")
+    own, own_report = loaded(name, folder, "auto", "auto")
     report = Report(
         machine=f"{platform.machine()}, {platform.system()} {platform.release()}",
         versions=_versions(name),
@@ -189,12 +193,12 @@ def run_selftest(name: str, folder: Path, length: int, say: Callable[[str], None
     )
     if name != "torch" and importlib.util.find_spec("torch"):
         say("the PyTorch engine on the CPU, float32")
-        other, _ = _loaded("torch", folder, "cpu", "float32")
+        other, _ = loaded("torch", folder, "cpu", "float32")
         report.checks += compare(f"{name} against torch, both on the CPU", reference, trace(other, samples))
         del other
     if own_report.device != cpu.device:
         say(f"{name} on {own_report.device}, float32")
-        engine, _ = _loaded(name, folder, "auto", "float32")
+        engine, _ = loaded(name, folder, "auto", "float32")
         report.checks += compare(f"{own_report.device} against CPU", trace(engine, samples), reference)
         del engine
     if own_report.precision != "float32":
