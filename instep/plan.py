@@ -49,7 +49,7 @@ class Costs:
 COSTS = {
     # Fused norms, MLP and attention (engines/torch/fused.py, blocks.py) save inputs only.
     "torch": Costs(450_000_000, 4, 1, 2, keeps_scores=False, logits=2, quantized_embedding=False),
-    # Assumed: what automatic differentiation of the plain expressions keeps. Neither engine is there yet.
+    # Assumed, not measured: what automatic differentiation of the plain expressions keeps.
     "mlx": Costs(200_000_000, 10, 2, 4, keeps_scores=True, logits=3, quantized_embedding=True),
     "jax": Costs(500_000_000, 10, 2, 4, keeps_scores=True, logits=3, quantized_embedding=False),
 }
