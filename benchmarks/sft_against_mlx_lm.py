@@ -30,6 +30,8 @@ from instep.models import read_config, resolve
 
 SIDES = ("mlx-lm", "instep")
 LENGTHS = (512, 1024, 2048)
+CHECKPOINTED = 2048
+"""The length that is measured with gradient checkpointing too."""
 SPEED, PEAK_SHARE, SESSION_SPEED = 1.15, 0.6, 8.0
 LOSS_AGREES = 1e-3
 MAX_LENGTH = 2048
@@ -75,21 +77,22 @@ def peak(runs: list[dict[str, Any]]) -> float:
     return max(found["peak_resident_bytes"] for found in runs)
 
 
-def identical_rows(model: Path, data: Path, work: Path, steps: int, repeats: int) -> Part:
+def identical_rows(
+    model: Path, data: Path, work: Path, lengths: list[tuple[int, bool]], steps: int, repeats: int
+) -> Part:
     part = Part(
         "Identical rows, the last quarter supervised, float32",
         ["tokens", "checkpointing", "side", "tokens/s", "peak GB", "first loss"],
         [],
     )
-    for length in LENGTHS:
+    for length, checkpointing in lengths:
         whole = recipes.row_of_length(model, data, length)
         marks = [place >= length - length // 4 for place in range(length)]
         path = harness.write_rows(work / f"row-{length}.jsonl", [Row(whole.tokens, marks)])
-        for checkpointing in (False, True) if length == LENGTHS[-1] else (False,):
-            runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-            for _, side in harness.interleaved(SIDES, repeats):
-                runs[side].append(run(side, job_of(model, path, steps, checkpointing)))
-            _add(part, length, checkpointing, runs)
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for _, side in harness.interleaved(SIDES, repeats):
+            runs[side].append(run(side, job_of(model, path, steps, checkpointing)))
+        _add(part, length, checkpointing, runs)
     part.remarks.append(
         f"{repeats} run(s) a side, {steps} steps each, the first left out; medians, highest peak"
     )
@@ -170,6 +173,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="a long session file")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="local folder or Hub id")
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="without checkpointing")
+    parser.add_argument(
+        "--checkpointed", type=int, nargs="*", default=[CHECKPOINTED], help="with checkpointing"
+    )
     parser.add_argument("--steps", type=int, default=4, help="steps a run, the first left out (default: 4)")
     parser.add_argument("--session-steps", type=int, default=7, help="part 2: rows a run (default: 7)")
     parser.add_argument("--repeats", type=int, default=1, help="runs a side (default: 1)")
@@ -182,7 +189,10 @@ def main() -> None:
     parts: list[Part] = []
     for number in wanted.parts:
         if number == 1:
-            parts.append(identical_rows(model, wanted.data, work, wanted.steps, wanted.repeats))
+            lengths = [(length, False) for length in wanted.lengths] + [
+                (length, True) for length in wanted.checkpointed
+            ]
+            parts.append(identical_rows(model, wanted.data, work, lengths, wanted.steps, wanted.repeats))
         else:
             parts.append(real_session(model, wanted.data, work, wanted.session_steps, wanted.repeats))
         print(parts[-1].text(), flush=True)

@@ -9,14 +9,15 @@ import psutil
 
 from instep.engines.base import MemoryReport
 
-CACHE_BYTES = 1 << 30
+CACHE_BYTES = {"gpu": 1 << 30, "cpu": 1 << 27}
 """Freed buffers that MLX keeps for reuse, at most. Unbounded, they grow with every new shape."""
 
 
 def limit(gpu: bool) -> str:
     """Bound MLX's buffer cache; on Metal wire at most the recommended working set. Returns what was set."""
-    mx.set_cache_limit(CACHE_BYTES)
-    said = f"buffer cache at most {CACHE_BYTES >> 20} MiB"
+    cache = CACHE_BYTES["gpu" if gpu else "cpu"]
+    mx.set_cache_limit(cache)
+    said = f"buffer cache at most {cache >> 20} MiB"
     if not (gpu and mx.metal.is_available()):
         return said
     info: dict[str, Any] = mx.device_info()  # type: ignore[assignment]
