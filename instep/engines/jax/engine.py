@@ -33,7 +33,7 @@ from instep.engines.jax.generate import Generator
 from instep.engines.jax.layout import Layout, lay_out
 from instep.engines.jax.lora import Names, Tree
 from instep.engines.jax.memory import Memory
-from instep.engines.jax.mesh import Placement, choose_devices
+from instep.engines.jax.mesh import Placement, choose_devices, fetch
 from instep.engines.jax.optimizer import AdamW
 from instep.engines.jax.safetensors_files import read_tensors
 from instep.engines.jax.weights import count_bytes, count_parameters, load_weights
@@ -148,7 +148,7 @@ class JaxEngine:
             self._trained.gradient,
             layout.arrays,
         )
-        sums |= {name: float(value) for name, value in jax.device_get(computed).items()}
+        sums |= {name: float(value) for name, value in jax.tree.map(fetch, computed).items()}
         if not math.isfinite(sums["loss"]):
             self._poisoned = True
         return sums
@@ -178,7 +178,7 @@ class JaxEngine:
             setup, layout.grid, float(temperature), self._weights, self._adapter(adapter), layout.arrays
         )
         count = len(batch.site)
-        return Scores(np.array(logprob[:count]), np.array(correct[:count]))
+        return Scores(fetch(logprob)[:count].copy(), fetch(correct)[:count].copy())
 
     def generate(
         self,

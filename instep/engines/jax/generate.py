@@ -23,7 +23,7 @@ from instep.engines.jax.decoder import Setup
 from instep.engines.jax.head import capped
 from instep.engines.jax.layout import bucket, power_of_two
 from instep.engines.jax.lora import Tree
-from instep.engines.jax.mesh import Placement
+from instep.engines.jax.mesh import Placement, fetch
 from instep.engines.jax.weights import Weights
 from instep.records import Rollout
 
@@ -128,6 +128,14 @@ def decode(
     return _logits(setup, weights, x), own
 
 
+@partial(jax.jit, static_argnums=(1, 2))
+def _empty(prompt: Cache, group: int, capacity: int) -> Cache:
+    """Room for own keys and values [layers, n, G, H_kv, capacity, d], where the prompt's lie."""
+    layers, count, heads, _, width = prompt[0].shape
+    shape = (layers, count, group, heads, capacity, width)
+    return jnp.zeros(shape, prompt[0].dtype), jnp.zeros(shape, prompt[1].dtype)
+
+
 class _Grid:
     """The rows under way, each in a slot (prompt, place) of a grid, and their caches."""
 
@@ -137,9 +145,7 @@ class _Grid:
         self.count, self.group = len(lengths), len(rows) // len(prompts)
         self.slot = {id(row): i for i, row in enumerate(rows)}
         self.capacity = FIRST_CAPACITY
-        layers, count, heads, _, width = prompt[0].shape
-        shape = (layers, count, self.group, heads, self.capacity, width)
-        self.own: Cache = tuple(jnp.zeros(shape, x.dtype) for x in prompt)  # type: ignore[assignment]
+        self.own: Cache = _empty(prompt, self.group, self.capacity)
 
     def tokens(self, rows: Sequence[Row]) -> np.ndarray:
         out = np.zeros(self.count * self.group, np.int32)
@@ -176,11 +182,10 @@ class _Grid:
                 self.slot[id(row)] = i * group + j
         kept = np.zeros(count, np.int64)
         kept[: len(by_prompt)] = list(by_prompt)
-        index, prompts = jnp.asarray(places), jnp.asarray(kept)
         self.own = tuple(  # type: ignore[assignment]
-            x.reshape(x.shape[0], -1, *x.shape[3:])[:, index] for x in self.own
+            x.reshape(x.shape[0], -1, *x.shape[3:])[:, places] for x in self.own
         )
-        self.prompt = tuple(x[:, prompts] for x in self.prompt)  # type: ignore[assignment]
+        self.prompt = tuple(x[:, kept] for x in self.prompt)  # type: ignore[assignment]
         self.lengths = self.lengths[kept]
         self.count, self.group = count, group
 
@@ -222,7 +227,7 @@ class Generator:
             row[: len(prompt)] = prompt
         put = self._placement.put
         logits, kept = prefill(self._setup, self._weights, self._lora, put(tokens), put(lengths))
-        return np.asarray(logits), kept, lengths
+        return fetch(logits), kept, lengths
 
     def _run(
         self,
@@ -248,5 +253,5 @@ class Generator:
                 self._setup, self._weights, self._lora, grid.prompt, grid.own,
                 put(grid.lengths), put(grid.tokens(active)), put(np.int32(at)),
             )  # fmt: skip
-            logits = np.asarray(computed)[grid.slots(active)]
+            logits = fetch(computed)[grid.slots(active)]
             at += 1

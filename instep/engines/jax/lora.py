@@ -9,7 +9,7 @@ import numpy as np
 
 from instep.adapters import lora_a_name, lora_b_name
 from instep.engines.jax.architecture import Architecture
-from instep.engines.jax.mesh import Placement
+from instep.engines.jax.mesh import Placement, fetch
 from instep.engines.jax.weights import MODULE
 from instep.errors import InputError
 
@@ -63,5 +63,5 @@ class Names:
 
     def unstack(self, tree: Tree) -> dict[str, np.ndarray]:
         """A Tree → canonical float32 arrays, each with memory of its own."""
-        host = jax.tree.map(np.asarray, tree)
+        host = jax.tree.map(fetch, tree)
         return {name: host[target][kind][layer].copy() for name, (target, kind, layer) in self._where.items()}

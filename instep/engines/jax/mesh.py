@@ -92,3 +92,12 @@ class Placement:
             return jax.device_put(value, sharding)
         whole = np.asarray(value)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def fetch(value: jax.Array) -> np.ndarray:
+    """The whole array on the host; of one whose parts lie with several processes, all of them take part."""
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))

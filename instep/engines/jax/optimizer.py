@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from instep.config import OptimizerSettings
 from instep.engines.base import StepReport
 from instep.engines.jax.lora import Tree
+from instep.engines.jax.mesh import fetch
+
+
+@jax.jit
+def _zeros(tree: Tree) -> Tree:
+    """Zeros of the tree's shapes, where the tree lies."""
+    return jax.tree.map(jnp.zeros_like, tree)
 
 
 @jax.jit
@@ -24,7 +33,7 @@ def _norm(gradient: Tree) -> jax.Array:
 
 @partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def _adamw(
-    master: Tree, exp_avg: Tree, exp_avg_sq: Tree, gradient: Tree, scalars: dict[str, jax.Array]
+    master: Tree, exp_avg: Tree, exp_avg_sq: Tree, gradient: Tree, scalars: dict[str, Any]
 ) -> tuple[Tree, Tree, Tree, Tree]:
     s = scalars
 
@@ -48,12 +57,12 @@ class AdamW:
     def __init__(self, master: Tree) -> None:
         self.master = master
         self.exp_avg, self.exp_avg_sq, self.gradient = (
-            jax.tree.map(jnp.zeros_like, master) for _ in range(3)
+            _zeros(master) for _ in range(3)
         )
         self.step = 0
 
     def zero_gradient(self) -> None:
-        self.gradient = jax.tree.map(jnp.zeros_like, self.gradient)
+        self.gradient = _zeros(self.gradient)
 
     def update(self, settings: OptimizerSettings, learning_rate: float, denominator: float) -> StepReport:
         """AdamW with bias correction and decoupled decay (Loshchilov & Hutter, arXiv 1711.05101).
@@ -61,7 +70,7 @@ class AdamW:
         The gradient is divided by `denominator` and its global norm clipped; it is zero afterwards. Nothing else
         changes where the norm is not finite.
         """
-        norm = float(_norm(self.gradient)) / denominator
+        norm = float(fetch(_norm(self.gradient))) / denominator
         if not math.isfinite(norm):
             self.zero_gradient()
             return StepReport(gradient_norm=norm, applied=False)
@@ -84,6 +93,6 @@ class AdamW:
             self.exp_avg,
             self.exp_avg_sq,
             self.gradient,
-            {name: jnp.float32(value) for name, value in scalars.items()},
+            {name: np.float32(value) for name, value in scalars.items()},
         )
         return StepReport(gradient_norm=norm, applied=True)

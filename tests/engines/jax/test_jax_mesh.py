@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ print(json.dumps({"losses": losses, "ids": ids, "devices": spread, "share": alon
 HERE = Path(__file__).parent
 
 
-def run(folder, devices: int, mesh: str = "", quantization: str = "none") -> dict:
+def start(folder, devices: int, mesh: str = "", quantization: str = "none", **more: str) -> subprocess.Popen:
     environment = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
@@ -48,12 +49,20 @@ def run(folder, devices: int, mesh: str = "", quantization: str = "none") -> dic
             [str(HERE), str(HERE.parent / "torch"), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
         ),
     }
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(folder), quantization],
-        capture_output=True, text=True, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment | more,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+
+
+def finish(process: subprocess.Popen) -> dict:
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def run(*arguments, **more) -> dict:
+    return finish(start(*arguments, **more))
 
 
 @pytest.mark.slow
@@ -66,3 +75,22 @@ def test_four_devices_give_the_curve_of_one(family, name, quantization):
         assert four["devices"] == 4 and four["share"] <= 0.5
         np.testing.assert_allclose(four["losses"], one["losses"], rtol=1e-5)
         assert four["ids"] == one["ids"]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_curve_of_one(family):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    together = [
+        start(
+            family("llama"), 1,
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    first, second = (finish(process) for process in together)
+    one = run(family("llama"), 1)
+    assert first == second and first["devices"] == 2
+    np.testing.assert_allclose(first["losses"], one["losses"], rtol=1e-5)
+    assert first["ids"] == one["ids"]
