@@ -72,9 +72,9 @@ def _machine() -> list[Finding]:
     if reading.pressure not in (None, "normal"):
         found.append(Finding("memory pressure", str(reading.pressure), "warning", "close other programs"))
     a = np.ones((768, 768), np.float32)
-    a @ a
+    np.matmul(a, a)
     began = time.perf_counter()
-    a @ a
+    np.matmul(a, a)
     speed = 2 * 768**3 / (time.perf_counter() - began)
     slow: Level = "warning" if speed < SLOW_PRODUCT else "ok"
     advice = "another process may be busy; else numpy lacks an optimised BLAS"
