@@ -56,9 +56,7 @@ class AdamW:
 
     def __init__(self, master: Tree) -> None:
         self.master = master
-        self.exp_avg, self.exp_avg_sq, self.gradient = (
-            _zeros(master) for _ in range(3)
-        )
+        self.exp_avg, self.exp_avg_sq, self.gradient = (_zeros(master) for _ in range(3))
         self.step = 0
 
     def zero_gradient(self) -> None:
