@@ -7,12 +7,14 @@ anew for every forward pass, inside the traced function, so that gradients flow 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 
-from instep.engines.mlx.attention import block_attention
+from instep.engines.mlx.attention import MaskOf, Shared, block_attention
 
 Mask = Any
 """mx.array of bool, the word "causal", or None where one token sees everything."""
@@ -24,15 +26,24 @@ class Masking:
 
     `window` is a sliding window of all layers that the model itself does not ask for. `head_axes` is how many axes
     of heads its scores have: Gemma 2 of mlx-lm has two [B, H_kv, H / H_kv, L, S], and would silently take the rows
-    of a mask [B, 1, L, S] for key heads.
+    of a mask [B, 1, L, S] for key heads. `attends`: its attention asks the cache (`attention.route`), so that keys
+    and values that rows share need not be copied for each.
     """
 
     window: int | None = None
     head_axes: int = 1
+    attends: bool = False
 
     def spread(self, mask: mx.array) -> mx.array:
         """[B, L, S] → one axis of length 1 for each axis of heads."""
         return mx.expand_dims(mask, list(range(1, 1 + self.head_axes)))
+
+
+@dataclass(frozen=True)
+class Within:
+    """In the place of a mask, for a cache that computes the attention itself: the layer's window."""
+
+    window: int | None
 
 
 class _Blocks:
@@ -105,6 +116,8 @@ class Prefix(_Blocks):
             self.keys, self.values = keys, values
             return keys, values
         assert self.keys is not None and self.values is not None
+        if self.masking.attends:
+            return keys, values
         joined = []
         for shared, own in ((self.keys, keys), (self.values, values)):
             spread = mx.broadcast_to(shared, (own.shape[0], *shared.shape[1:]))
@@ -117,6 +130,8 @@ class Prefix(_Blocks):
         window = window_size or self.masking.window
         if not self.forked:
             return Rows(None, self.masking).make_mask(count, return_array, window_size)
+        if self.masking.attends:
+            return _no_array(return_array, window)
         assert self.keys is not None
         width = self.keys.shape[2]
         column, row = mx.arange(width + count)[None], mx.arange(count)[:, None]
@@ -127,18 +142,65 @@ class Prefix(_Blocks):
             mask = mask & (distance < window)
         return mask
 
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask
+    ) -> mx.array:
+        if not isinstance(mask, Within):
+            return super().attend(queries, keys, values, scale, mask)
+        assert self.keys is not None and self.values is not None
+        window, column = mask.window, mx.arange(self.keys.shape[2])[None]
+
+        def seen(first: int, last: int) -> mx.array:
+            real = column < self.length
+            if window is None:
+                return real
+            return real & (self.length + mx.arange(first, last)[:, None] - column < window)
+
+        shared = Shared(self.keys, self.values, seen)
+        return block_attention(queries, keys, values, scale, _own_columns(window, keys.shape[2]), shared)
+
+
+def _no_array(return_array: bool, window: int | None) -> Within:
+    if return_array:
+        raise TypeError("the model works on its mask, so its attention cannot be left to the cache")
+    return Within(window)
+
+
+def _own_columns(window: int | None, count: int, place: int = 0) -> MaskOf:
+    """What rows see of `count` own columns when the first query stands at column `place`."""
+
+    def mask_of(first: int, last: int) -> mx.array | None:
+        if window is None or count <= window:
+            return None
+        row, column = mx.arange(first, last)[:, None] + place, mx.arange(place + last)[None]
+        return (column <= row) & (row - column < window)
+
+    return mask_of
+
 
 class Place:
-    """Where the rows of a generation stand: prompt lengths int32 [B], their common width, own tokens so far."""
+    """Where the rows of a generation stand: which prompt each continues, the prompts' lengths int32 [B] and common
+    width, own tokens so far. Rows of one prompt lie together."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, prompts: Sequence[int], lengths: Sequence[int]) -> None:
+        self.prompts = list(prompts)
         self.width = max(lengths)
         self.even = min(lengths) == self.width
-        self.lengths = mx.array(lengths, mx.int32)
+        self.lengths = mx.array(list(lengths), mx.int32)
         self.count = 0
 
-    def keep(self, rows: mx.array) -> None:
-        self.lengths = self.lengths[rows]
+    def keep(self, rows: Sequence[int]) -> None:
+        self.prompts = [self.prompts[row] for row in rows]
+        self.lengths = self.lengths[mx.array(list(rows))]
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """(prompt, first row, last row + 1) of each prompt's rows."""
+        found, first = [], 0
+        for prompt, rows in groupby(self.prompts):
+            last = first + len(list(rows))
+            found.append((prompt, first, last))
+            first = last
+        return found
 
 
 GROWTH = 128  # columns that a cache grows by
@@ -158,8 +220,13 @@ class Decode:
     def keep(self, rows: mx.array) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
+    @property
+    def first_own(self) -> int:
+        """Column of a row's first own token."""
+        return self.place.width
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        at = self.place.width + self.place.count
+        at = self.first_own + self.place.count
         if at >= self.keys.shape[2]:
             for name in ("keys", "values"):
                 old = getattr(self, name)
@@ -183,3 +250,40 @@ class Decode:
             distance = lengths + place.count - mx.where(own < 0, column, own + lengths)
             mask = mask & (distance < window)
         return self.masking.spread(mask[:, None])
+
+
+class SharedDecode(Decode):
+    """`Decode` where the model's attention asks the cache: each prompt's keys and values are there once, and those
+    of a row are its own tokens' only (the idea of Hydragen, arXiv 2402.05099)."""
+
+    def __init__(self, place: Place, prompts: Mapping[int, Prefix], rows: int, masking: Masking) -> None:
+        self.recorded = prompts
+        some = next(iter(prompts.values())).keys
+        assert some is not None
+        room = (rows, some.shape[1], GROWTH, some.shape[3])
+        super().__init__(place, mx.zeros(room, some.dtype), mx.zeros(room, some.dtype), masking)
+
+    @property
+    def first_own(self) -> int:
+        return 0
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> Mask:
+        return _no_array(return_array, window_size or self.masking.window)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Within
+    ) -> mx.array:
+        own = _own_columns(mask.window, keys.shape[2], keys.shape[2] - 1)
+        parts = []
+        for prompt, first, last in self.place.groups():
+            recorded, count = self.recorded[prompt], self.place.count
+            assert recorded.keys is not None and recorded.values is not None
+            hidden = 0 if mask.window is None else max(0, recorded.keys.shape[2] + count + 1 - mask.window)
+            shared = None
+            if hidden < recorded.keys.shape[2]:
+                shared = Shared(recorded.keys[:, :, hidden:], recorded.values[:, :, hidden:], lambda *_: None)
+            rows = slice(first, last)
+            parts.append(block_attention(queries[rows], keys[rows], values[rows], scale, own, shared))
+        return mx.concatenate(parts)

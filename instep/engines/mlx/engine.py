@@ -138,8 +138,9 @@ class MlxEngine:
         Raises InputError where they do not: the model keeps a state that is no attention cache.
         """
         found = []
-        for head_axes in (1, 2):
-            self._masking = Masking(self._window.everywhere, head_axes)
+        ways = [(1, False), (2, False)]
+        for head_axes, attends in ways if self._gpu else [(1, True), *ways]:
+            self._masking = Masking(self._window.everywhere, head_axes, attends)
             try:
                 apart = self._distance_of_layouts()
             except (TypeError, AttributeError, ValueError, IndexError, KeyError) as error:

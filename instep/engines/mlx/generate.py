@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ import numpy as np
 
 from instep.engines.base import Sampling
 from instep.engines.decoding import Row, advance, rows_of
-from instep.engines.mlx.caches import GROWTH, Decode, Masking, Place, Prefix
+from instep.engines.mlx.caches import GROWTH, Decode, Masking, Place, Prefix, SharedDecode
 from instep.records import Rollout
 
 ROWS_AT_ONCE = 64
@@ -62,9 +62,10 @@ class Generator:
         used = sorted({row.prompt for row in rows})
         filled = {prompt: self._prefill(prompts[prompt]) for prompt in used}
         logits = {prompt: self._logits(last) for prompt, (_, last) in filled.items()}
-        place = Place([len(prompts[row.prompt]) for row in rows])
+        place = Place([row.prompt for row in rows], [len(prompts[row.prompt]) for row in rows])
         caches = [
-            self._spread([filled[row.prompt][0][i] for row in rows], place) for i in range(self._layers)
+            self._decode({prompt: filled[prompt][0][i] for prompt in used}, place)
+            for i in range(self._layers)
         ]
         del filled
         active, now = list(rows), np.concatenate([logits[row.prompt] for row in rows])
@@ -75,7 +76,7 @@ class Generator:
                 return
             if len(kept) < len(active):
                 index = mx.array(kept)
-                place.keep(index)
+                place.keep(kept)
                 for cache in caches:
                     cache.keep(index)
                 active = [active[i] for i in kept]
@@ -83,18 +84,19 @@ class Generator:
             now = self._logits(self._hidden(tokens, caches))
             place.count += 1
 
-    def _spread(self, recorded: Sequence[Prefix], place: Place) -> Decode:
-        """The prompts' keys and values of one layer, one copy a row, padded to the widest prompt and to room."""
-
-        def rows(name: str) -> mx.array:
-            padded: dict[int, mx.array] = {}
-            for cache in recorded:
-                value = getattr(cache, name)
-                if id(cache) not in padded:
-                    room = place.width + GROWTH - value.shape[2]
-                    padded[id(cache)] = mx.pad(value, [(0, 0), (0, 0), (0, room), (0, 0)])
-            return mx.concatenate([padded[id(cache)] for cache in recorded])
-
-        made = Decode(place, rows("keys"), rows("values"), self._masking)
+    def _decode(self, filled: Mapping[int, Prefix], place: Place) -> Decode:
+        """The cache of one layer behind the prompts' keys and values."""
+        if self._masking.attends:
+            return SharedDecode(place, filled, len(place.prompts), self._masking)
+        made = Decode(place, _spread(filled, place, "keys"), _spread(filled, place, "values"), self._masking)
         mx.eval(made.keys, made.values)
         return made
+
+
+def _spread(filled: Mapping[int, Prefix], place: Place, name: str) -> mx.array:
+    """The prompts' keys or values of one layer, one copy a row, padded to the widest prompt and to room."""
+    padded = {}
+    for prompt, cache in filled.items():
+        value = getattr(cache, name)
+        padded[prompt] = mx.pad(value, [(0, 0), (0, 0), (0, place.width + GROWTH - value.shape[2]), (0, 0)])
+    return mx.concatenate([padded[prompt] for prompt in place.prompts])

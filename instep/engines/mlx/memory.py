@@ -9,7 +9,7 @@ import psutil
 
 from instep.engines.base import MemoryReport
 
-CACHE_BYTES = {"gpu": 1 << 30, "cpu": 1 << 27}
+CACHE_BYTES = {"gpu": 1 << 30, "cpu": 67108864}
 """Freed buffers that MLX keeps for reuse, at most. Unbounded, they grow with every new shape."""
 
 
