@@ -3,7 +3,8 @@
     python benchmarks/grpo_against_mlx_lm_lora.py [--gsm8k FOLDER] [--model FOLDER] [--json FILE]
 
 The same work as `grpo_against_trl.py`: a step is 2 prompts × 8 completions of 64 tokens sampled, scored, credited and
-trained on, with a KL term, in float32. mlx-lm-lora runs in an environment of its own
+trained on, with a KL term, in float32; instep runs each layer again in the backward pass
+(`model.gradient_checkpointing`). mlx-lm-lora runs in an environment of its own
 (`peers/requirements-mlx-lm-lora.txt`). On Linux, preload an optimised BLAS for both (docs/mlx.md).
 """
 
@@ -32,20 +33,22 @@ PROMPTS_PER_STEP, LENGTH = grpo_against_trl.PROMPTS_PER_STEP, 300
 RATE, PEAK_SHARE = 2.5, 0.5
 
 
-def measure(python: Path, model: Path, work: Path, gsm8k: str | None, steps: int, repeats: int) -> Part:
+def measure(
+    pythons: dict[str, Path], model: Path, work: Path, gsm8k: str | None, steps: int, repeats: int
+) -> Part:
     made = prompts.of_length(model, gsm8k, LENGTH, PROMPTS_PER_STEP * steps + 1)
     path = prompts.write(work / f"prompts-{LENGTH}.jsonl", made[:-1])
     prompts.write(path.with_suffix(".held-out.jsonl"), made[-1:])
     job = grpo_against_trl.job(model, path, steps, 0) | {
         "engine": "mlx",
         "precision": "float32",
+        "gradient_checkpointing": True,
         "mlx_model_config": rope_settings(read_config(str(model))),
     }
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for _, side in harness.interleaved(list(SIDES), repeats):
         began = time.perf_counter()
-        interpreter = python if side == "mlx-lm-lora" else sys.executable
-        runs[side].append(harness.run_worker(interpreter, harness.PEERS / SIDES[side], job, {}))
+        runs[side].append(harness.run_worker(pythons[side], harness.PEERS / SIDES[side], job, {}))
         print(f"  {side}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     grpo_against_trl.check_same_work(runs)
     return _part(runs, steps, repeats)
@@ -92,12 +95,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     wanted = parser.parse_args()
     harness.end_on_sigterm()
-    python = harness.peer_python(wanted.work, harness.PEERS / "requirements-mlx-lm-lora.txt")
+    peer = harness.peer_python(wanted.work, harness.PEERS / "requirements-mlx-lm-lora.txt")
+    pythons = {"mlx-lm-lora": peer, "instep": harness.own_python(wanted.work, "mlx,grpo")}
     model, work = resolve(wanted.model).resolve(), wanted.work.resolve() / "grpo-against-mlx-lm-lora"
     before = harness.begin()
-    part = measure(python, model, work, wanted.gsm8k, wanted.steps, wanted.repeats)
+    part = measure(pythons, model, work, wanted.gsm8k, wanted.steps, wanted.repeats)
     print(part.text(), flush=True)
-    peers = harness.versions_of(python, "mlx-lm-lora", "mlx", "mlx-lm")
+    peers = harness.versions_of(peer, "mlx-lm-lora", "mlx", "mlx-lm")
     harness.finish(before, [part], wanted.json, peers)
 
 

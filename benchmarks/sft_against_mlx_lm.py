@@ -37,10 +37,10 @@ LOSS_AGREES = 1e-3
 MAX_LENGTH = 2048
 
 
-def run(side: str, job: dict[str, Any]) -> dict[str, Any]:
+def run(side: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     script = "mlx_lm_sft.py" if side == "mlx-lm" else "instep_sft.py"
-    result = harness.run_worker(sys.executable, harness.PEERS / script, job, {})
+    result = harness.run_worker(python, harness.PEERS / script, job, {})
     print(f"  {side}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return result
 
@@ -78,7 +78,13 @@ def peak(runs: list[dict[str, Any]]) -> float:
 
 
 def identical_rows(
-    model: Path, data: Path, work: Path, lengths: list[tuple[int, bool]], steps: int, repeats: int
+    python: Path,
+    model: Path,
+    data: Path,
+    work: Path,
+    lengths: list[tuple[int, bool]],
+    steps: int,
+    repeats: int,
 ) -> Part:
     part = Part(
         "Identical rows, the last quarter supervised, float32",
@@ -91,7 +97,7 @@ def identical_rows(
         path = harness.write_rows(work / f"row-{length}.jsonl", [Row(whole.tokens, marks)])
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for _, side in harness.interleaved(SIDES, repeats):
-            runs[side].append(run(side, job_of(model, path, steps, checkpointing)))
+            runs[side].append(run(side, python, job_of(model, path, steps, checkpointing)))
         _add(part, length, checkpointing, runs)
     part.remarks.append(
         f"{repeats} run(s) a side, {steps} steps each, the first left out; medians, highest peak"
@@ -126,7 +132,7 @@ def _add(part: Part, length: int, checkpointing: bool, runs: dict[str, list[dict
     part.data[where] = runs
 
 
-def real_session(model: Path, data: Path, work: Path, steps: int, repeats: int) -> Part:
+def real_session(python: Path, model: Path, data: Path, work: Path, steps: int, repeats: int) -> Part:
     windows = recipes.windowed(recipes.settings(model, data, MAX_LENGTH, 0.0, 1, 0))
     turns = recipes.turn_rows(model, data, windows.train.samples, MAX_LENGTH)
     paths = {
@@ -136,7 +142,7 @@ def real_session(model: Path, data: Path, work: Path, steps: int, repeats: int) 
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for _, side in harness.interleaved(SIDES, repeats):
         job = job_of(model, paths[side], steps, False) | {"pack": side == "instep", "max_length": MAX_LENGTH}
-        runs[side].append(run(side, job))
+        runs[side].append(run(side, python, job))
     rates = {side: _whole(found) for side, found in runs.items()}
     part = Part(
         f"The session at {MAX_LENGTH:,} tokens: one row per turn (mlx-lm) against windows (instep)",
@@ -185,6 +191,7 @@ def main() -> None:
     wanted = parser.parse_args()
     harness.end_on_sigterm()
     model, work = resolve(wanted.model).resolve(), wanted.work.resolve() / "sft-against-mlx-lm"
+    python = harness.own_python(wanted.work, "mlx,grpo")  # both sides' packages
     before = harness.begin()
     parts: list[Part] = []
     for number in wanted.parts:
@@ -192,9 +199,11 @@ def main() -> None:
             lengths = [(length, False) for length in wanted.lengths] + [
                 (length, True) for length in wanted.checkpointed
             ]
-            parts.append(identical_rows(model, wanted.data, work, lengths, wanted.steps, wanted.repeats))
+            parts.append(
+                identical_rows(python, model, wanted.data, work, lengths, wanted.steps, wanted.repeats)
+            )
         else:
-            parts.append(real_session(model, wanted.data, work, wanted.session_steps, wanted.repeats))
+            parts.append(real_session(python, model, wanted.data, work, wanted.session_steps, wanted.repeats))
         print(parts[-1].text(), flush=True)
     harness.finish(before, parts, wanted.json, harness.versions("mlx", "mlx-lm"))
 

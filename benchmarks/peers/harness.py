@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PEERS = Path(__file__).resolve().parent
+ROOT = PEERS.parents[1]
 INSTEP_PACKAGES = ("instep", "torch", "transformers")
 TRL_PACKAGES = ("trl", "torch", "transformers", "peft", "datasets", "accelerate")
 
@@ -51,14 +52,27 @@ def peer_python(work: Path, requirements: Path) -> Path:
     """
     key = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
     folder = work / f"{requirements.stem.removeprefix('requirements-')}-{key}"
+    return _environment(folder, ["--requirement", str(requirements)])
+
+
+def own_python(work: Path, extras: str) -> Path:
+    """The Python of an environment holding this checkout of instep with these extras alone: what a user of one
+    engine installs (transformers imports PyTorch, 150 MB, wherever it is there)."""
+    lists = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    found = b"".join(path.read_bytes() for path in lists) + sys.version.encode() + str(ROOT).encode()
+    folder = work / f"instep-{extras.replace(',', '-')}-{hashlib.sha256(found).hexdigest()[:12]}"
+    return _environment(folder, ["--editable", f"{ROOT}[{extras}]", "--constraint", str(lists[1])])
+
+
+def _environment(folder: Path, install: list[str]) -> Path:
+    """A virtual environment in `folder`, made with pip where it is not there; returns its Python."""
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     ready = folder / "ready"
     if not ready.is_file():
-        print(f"making the peer's environment in {folder} (once; some minutes)", file=sys.stderr)
+        print(f"making an environment in {folder} (once; some minutes)", file=sys.stderr)
         folder.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
-        subprocess.run(install, check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *install], check=True)
         subprocess.run([str(python), "-m", "pip", "check"], check=True, stdout=subprocess.DEVNULL)
         ready.write_text("ok\n", encoding="utf-8")
     return python

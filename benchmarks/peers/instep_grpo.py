@@ -25,6 +25,7 @@ def settings(job: dict[str, Any]) -> GrpoSettings:
                 "path": job["model"],
                 "precision": job.get("precision", "bfloat16"),
                 "device": "cpu",
+                "gradient_checkpointing": job.get("gradient_checkpointing", False),
             },
             "adapter": {"rank": job["rank"], "alpha": job["alpha"], "target_modules": job["target_modules"]},
             "optimizer": {
