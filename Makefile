@@ -29,7 +29,7 @@ quickstart: $(STAMP)
 	$(BIN)/instep quickstart
 
 test: check
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,6 +13,12 @@ from instep.models import resolve
 
 # Tests run side by side on tiny models: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs for tiny models run once: XLA takes twice as long to optimise them.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# One worker compiles, the others (and the next run) read.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Only the tests of trackers have their runs tracked.
 os.environ.setdefault("INSTEP_TRACKER", "none")
 
