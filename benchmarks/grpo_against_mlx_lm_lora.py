@@ -11,16 +11,14 @@ trained on, with a KL term, in float32; instep runs each layer again in the back
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
 import grpo_against_trl
 import harness
+import pairs
 import prompts
 from harness import Part
 
@@ -30,7 +28,7 @@ from instep.models import read_config, resolve
 
 SIDES = {"mlx-lm-lora": "mlx_lm_lora_grpo.py", "instep": "instep_grpo.py"}
 PROMPTS_PER_STEP, LENGTH = grpo_against_trl.PROMPTS_PER_STEP, 300
-RATE, PEAK_SHARE = 2.5, 0.5
+TARGETS = pairs.Targets(rate=2.5, peak_share=0.5)
 
 
 def measure(
@@ -45,42 +43,12 @@ def measure(
         "gradient_checkpointing": True,
         "mlx_model_config": rope_settings(read_config(str(model))),
     }
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    runs: pairs.Runs = {side: [] for side in SIDES}
     for _, side in harness.interleaved(list(SIDES), repeats):
-        began = time.perf_counter()
-        runs[side].append(harness.run_worker(pythons[side], harness.PEERS / SIDES[side], job, {}))
-        print(f"  {side}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        runs[side].append(pairs.worker(side, pythons[side], SIDES[side], job))
     grpo_against_trl.check_same_work(runs)
-    return _part(runs, steps, repeats)
-
-
-def _part(runs: dict[str, list[dict[str, Any]]], steps: int, repeats: int) -> Part:
-    def median(side: str, of: str) -> float:
-        return statistics.median(step[of] for run in runs[side] for step in run["steps"][1:])
-
-    peaks = {side: max(run["peak_resident_bytes"] for run in found) for side, found in runs.items()}
-    part = Part(
-        f"{PROMPTS_PER_STEP} prompts of {LENGTH} tokens × 8 completions of 64 tokens, β 0.04, float32",
-        ["side", "seconds/step", "sampled tokens/step", "peak GB"],
-        [
-            [
-                side,
-                f"{median(side, 'seconds'):.2f}",
-                f"{median(side, 'sampled_tokens'):.0f}",
-                f"{peaks[side] / 1e9:.2f}",
-            ]
-            for side in runs
-        ],
-    )
-    rate = median("mlx-lm-lora", "seconds") / median("instep", "seconds")
-    share = peaks["instep"] / peaks["mlx-lm-lora"]
-    part.remarks = [
-        harness.verdict("step rate against mlx-lm-lora", rate, RATE, at_most=False),
-        harness.verdict("peak memory against mlx-lm-lora", share, PEAK_SHARE, at_most=True),
-        f"{repeats} run(s) a side, {steps} steps each, the first left out; medians, highest peak",
-    ]
-    part.data = {"runs": runs}
-    return part
+    title = f"{PROMPTS_PER_STEP} prompts of {LENGTH} tokens × 8 completions of 64 tokens, β 0.04, float32"
+    return pairs.grpo_part(title, "mlx-lm-lora", runs, TARGETS, {})
 
 
 def main() -> None:

@@ -12,69 +12,36 @@ preload an optimised BLAS (docs/mlx.md): as shipped, MLX's matrix product there 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
 import harness
+import pairs
 import recipes
-from harness import Part, Row
+from harness import Part
 
-from instep.config import DEFAULT_MODEL, LINEAR_LAYERS
+from instep.config import DEFAULT_MODEL
 from instep.engines.mlx.loading import rope_settings
 from instep.models import read_config, resolve
 
-SIDES = ("mlx-lm", "instep")
+SIDES = {"mlx-lm": "mlx_lm_sft.py", "instep": "instep_sft.py"}
 LENGTHS = (512, 1024, 2048)
 CHECKPOINTED = 2048
 """The length that is measured with gradient checkpointing too."""
 SPEED, PEAK_SHARE, SESSION_SPEED = 1.15, 0.6, 8.0
-LOSS_AGREES = 1e-3
 MAX_LENGTH = 2048
 
 
 def run(side: str, python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    began = time.perf_counter()
-    script = "mlx_lm_sft.py" if side == "mlx-lm" else "instep_sft.py"
-    result = harness.run_worker(python, harness.PEERS / script, job, {})
-    print(f"  {side}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return result
+    return pairs.worker(side, python, SIDES[side], job)
 
 
 def job_of(model: Path, rows: Path, steps: int, checkpointing: bool) -> dict[str, Any]:
-    return {
-        "task": "train",
-        "engine": "mlx",
-        "precision": "float32",
-        "model": str(model),
-        "mlx_model_config": rope_settings(read_config(str(model))),
-        "rows": str(rows),
-        "max_length": 8192,
-        "rows_per_step": 1,
-        "learning_rate": 2e-4,
-        "rank": 16,
-        "alpha": 32,
-        "target_modules": list(LINEAR_LAYERS),
-        "gradient_checkpointing": checkpointing,
-        "steps": steps,
-        "seconds": None,
-        "pack": False,
-        "adapter": None,
-        "seed": 0,
-    }
-
-
-def speed(runs: list[dict[str, Any]], of: str = "tokens") -> float:
-    """Median over the steps after the first (it compiles) of tokens a second."""
-    return statistics.median(step[of] / step["seconds"] for found in runs for step in found["steps"][1:])
-
-
-def peak(runs: list[dict[str, Any]]) -> float:
-    return max(found["peak_resident_bytes"] for found in runs)
+    settings = {"mlx_model_config": rope_settings(read_config(str(model)))}
+    return pairs.sft_job(model, rows, steps, "mlx", checkpointing) | settings
 
 
 def identical_rows(
@@ -92,11 +59,9 @@ def identical_rows(
         [],
     )
     for length, checkpointing in lengths:
-        whole = recipes.row_of_length(model, data, length)
-        marks = [place >= length - length // 4 for place in range(length)]
-        path = harness.write_rows(work / f"row-{length}.jsonl", [Row(whole.tokens, marks)])
-        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-        for _, side in harness.interleaved(SIDES, repeats):
+        path = pairs.write_row(work / f"row-{length}.jsonl", model, data, length)
+        runs: pairs.Runs = {side: [] for side in SIDES}
+        for _, side in harness.interleaved(list(SIDES), repeats):
             runs[side].append(run(side, python, job_of(model, path, steps, checkpointing)))
         _add(part, length, checkpointing, runs)
     part.remarks.append(
@@ -105,24 +70,22 @@ def identical_rows(
     return part
 
 
-def _add(part: Part, length: int, checkpointing: bool, runs: dict[str, list[dict[str, Any]]]) -> None:
-    losses = {side: found[0]["steps"][0]["loss"] for side, found in runs.items()}
-    if abs(losses["instep"] - losses["mlx-lm"]) > LOSS_AGREES * losses["mlx-lm"]:
-        raise RuntimeError(f"the first losses are {losses}: the sides do not take the same step")
+def _add(part: Part, length: int, checkpointing: bool, runs: pairs.Runs) -> None:
+    losses = pairs.check_first_losses(runs, "mlx-lm")
     for side, found in runs.items():
         part.rows.append(
             [
                 f"{length:,}",
                 "yes" if checkpointing else "no",
                 side,
-                f"{speed(found):.1f}",
-                f"{peak(found) / 1e9:.2f}",
+                f"{pairs.speed(found):.1f}",
+                f"{pairs.peak(found) / 1e9:.2f}",
                 f"{losses[side]:.4f}",
             ]
         )
     where = f"{length:,} tokens{', checkpointing' if checkpointing else ''}"
-    ratio = speed(runs["instep"]) / speed(runs["mlx-lm"])
-    share = peak(runs["instep"]) / peak(runs["mlx-lm"])
+    ratio = pairs.speed(runs["instep"]) / pairs.speed(runs["mlx-lm"])
+    share = pairs.peak(runs["instep"]) / pairs.peak(runs["mlx-lm"])
     if checkpointing:
         part.remarks.append(harness.verdict(f"peak against mlx-lm, {where}", share, PEAK_SHARE, at_most=True))
         part.remarks.append(f"tokens/s against mlx-lm, {where}: {ratio:.3f}")
@@ -139,8 +102,8 @@ def real_session(python: Path, model: Path, data: Path, work: Path, steps: int, 
         "mlx-lm": harness.write_rows(work / "turns.jsonl", recipes.shuffled(turns.rows, 0)),
         "instep": harness.write_rows(work / "windows.jsonl", map(recipes.row_of, windows.train.samples)),
     }
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
-    for _, side in harness.interleaved(SIDES, repeats):
+    runs: pairs.Runs = {side: [] for side in SIDES}
+    for _, side in harness.interleaved(list(SIDES), repeats):
         job = job_of(model, paths[side], steps, False) | {"pack": side == "instep", "max_length": MAX_LENGTH}
         runs[side].append(run(side, python, job))
     rates = {side: _whole(found) for side, found in runs.items()}
@@ -153,7 +116,7 @@ def real_session(python: Path, model: Path, data: Path, work: Path, steps: int, 
         ],
     )
     for row, side in zip(part.rows, SIDES, strict=True):
-        row.append(f"{peak(runs[side]) / 1e9:.2f}")
+        row.append(f"{pairs.peak(runs[side]) / 1e9:.2f}")
     part.remarks = [
         harness.verdict(
             "supervised tokens/s against one row per turn",

@@ -20,6 +20,7 @@ from instep.loops.listener import Listener, StopFlag
 from instep.loops.prompts import check_prompts, prompt_renderer
 from instep.loops.run import check_start, load_engine, open_run, run_path, summarise, write_result
 from instep.records import Rollout, StopReason
+from instep.rendering.base_models import describe_loan
 from instep.rewards import Rewards
 from instep.runs.folder import RunFolder, refuse_existing
 from instep.runs.mirror import Mirror
@@ -46,7 +47,8 @@ def run_grpo(settings: GrpoSettings, listener: Listener, resume: bool = False) -
     name, why = engines.choose(settings.engine, settings.model, settings.adapter)
     listener.note(f"engine: {name} ({why})")
     with Mirror(settings.tracking, path, listener.note) as mirror, prepare(settings) as (data, folder):
-        for note in data.tasks.notes:
+        told = [f"{name}: {why}" for name, why in describe_loan(data.renderer.tokenizer).items()]
+        for note in [*data.tasks.notes, *told]:
             listener.note(note)
         engine, report = load_engine(name, settings, folder, listener)
         run, progress = open_run(path, settings, task_fingerprint(data.tasks), engine, resume)

@@ -18,6 +18,7 @@ from instep.files import write_atomically
 from instep.loops.attend import first_line, is_out_of_memory
 from instep.loops.listener import Listener
 from instep.loops.loop import Loop
+from instep.rendering.tokenizer import write_lent_template
 from instep.runs.checkpoint import Progress, load_checkpoint
 from instep.runs.folder import CONFIG, RunFolder, default_folder
 from instep.runs.full_model import save_full_model
@@ -221,6 +222,7 @@ def write_result(loop: Loop, settings: SftSettings | GrpoSettings, model_folder:
             loop.listener.note(f"{error}; the result is that of the last step instead")
     if settings.adapter.kind == "full":
         save_full_model(run.path / "model", state, model_folder)
+        write_lent_template(model_folder, run.path / "model")
     else:
         save_adapter(run.adapter, state, settings.adapter, settings.model.path, replace=True)
     return which

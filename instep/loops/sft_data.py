@@ -21,6 +21,7 @@ from instep.config import SftSettings
 from instep.errors import InputError
 from instep.plan import LONGEST_BY_CHOICE, choose_row_length, setup_of
 from instep.records import Conversation, Sample, StopReason
+from instep.rendering.base_models import describe_loan
 from instep.rendering.template import Rendered, Renderer
 from instep.rendering.tokenizer import load_tokenizer
 from instep.rendering.windows import windows
@@ -119,6 +120,7 @@ def prepare(settings: SftSettings) -> SftData:
             "row length": reason,
             "validation": how,
             "context": f"at least {min_context} tokens",
+            **describe_loan(renderer.tokenizer),
             **_refusals(train + validation),
         },
         read=read,

@@ -30,6 +30,7 @@ from instep.publishing.tensors import (
     from_float32,
     write_tensors,
 )
+from instep.rendering.tokenizer import write_lent_template
 
 ENOUGH = 0.9
 """Share of the adapter that has to survive the rounding."""
@@ -210,6 +211,7 @@ def _copy_rest(base: Path, folder: Path, config: dict[str, Any], precision: str,
         wanted = any(fnmatch(file.name, pattern) for pattern in models.ALLOW_PATTERNS)
         if file.is_file() and wanted and not any(fnmatch(file.name, one) for one in NOT_COPIED):
             shutil.copyfile(file, folder / file.name)
+    write_lent_template(base, folder)
     if precision != "auto":
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {
             "dtype": precision

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from instep.errors import InputError
+from instep.rendering.base_models import lend_template, lender
 
 _ANCHOR = "\U0010fffc\U0010fffdanchor\U0010fffd\U0010fffc"
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the fast tokenizer of a model folder.
+    """Load the fast tokenizer of a model folder; a base model's gets its family's chat template.
 
     Raises InputError where the folder is missing, holds no tokenizer that can be read, or no chat template.
     """
@@ -39,12 +40,24 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise InputError(f"{path}: the tokenizer cannot be read ({reason}); fetch the model again") from error
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"{path}: only fast tokenizers (tokenizer.json) can be used, this one is slow")
+    lend_template(tokenizer)
     if not tokenizer.chat_template:
         raise InputError(
             f"{path}: the tokenizer has no chat template, so conversations cannot be rendered;"
             " use an instruction-tuned model, or put its chat_template.jinja into the folder"
         )
     return tokenizer
+
+
+def write_lent_template(base: Path, target: Path) -> None:
+    """Write the chat template that a base model was lent beside the files of a model made from it, so that who
+    loads that model reads turns as it was trained on them. Nothing where the base has one of its own."""
+    try:
+        tokenizer = load_tokenizer(base)
+    except InputError:
+        return  # a model without a tokenizer, or without turns
+    if lender(tokenizer):
+        (target / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
 
 
 def added_tokens(tokenizer: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ can do. `plain` is the reference, and what a CPU computes with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from instep.engines.jax import splash
 from instep.engines.jax.architecture import Architecture
 
-Kernel = Literal["plain", "cudnn", "xla"]
+Kernel = Literal["plain", "cudnn", "xla", "splash", "interpreted"]
+"""The last of the library's (xla) and of splash's (interpreted) run on any device, for tests."""
 HIDDEN = -1e30
 """A score that no softmax gives any weight; finite, so that a row of nothing else is no NaN."""
 SMALLEST_BLOCK = 256
@@ -87,8 +89,22 @@ def _grouped(
     """q [R, H, L, d], k, v [R, H_kv, L, d], prefix (k, v) [H_kv, P, d] → [R, H, L, d]."""
     windows = tuple(kind.window for kind in architecture.kinds)
     spec = Spec(grid, windows, architecture.attention_scale)
-    if kernel != "plain":
+    if kernel in ("cudnn", "xla"):
         return _library(spec, kernel, q, k, v, prefix, places, kind)
+    if kernel in ("splash", "interpreted"):
+        return _splash(spec, kernel == "interpreted", q, k, v, prefix, places, kind)
+    return _plain_heads(spec, q, k, v, prefix, places, kind)
+
+
+def _plain_heads(
+    spec: Spec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array] | None,
+    places: Places,
+    kind: jax.Array,
+) -> jax.Array:
     rows, heads, length, width = q.shape
     q = q.reshape(rows, k.shape[1], -1, length, width)
     output: jax.Array = plain(spec, q, k, v, prefix, places, kind)  # type: ignore[assignment]
@@ -297,6 +313,32 @@ def _backward(spec: Spec, kept: Any, grad: jax.Array) -> tuple[Any, ...]:
 plain.defvjp(_keep, _backward)
 
 
+def _splash(
+    spec: Spec,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: tuple[jax.Array, jax.Array] | None,
+    places: Places,
+    kind: jax.Array,
+) -> jax.Array:
+    """The same through the TPU's kernel, and through plain blocks what that cannot say."""
+    grid = spec.grid
+
+    def windowed(
+        window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, prefix: Any, places: Places
+    ) -> jax.Array:
+        if not splash.suits(grid.length, grid.prefix, grid.packed, window):
+            one = replace(spec, windows=(window,))
+            return _plain_heads(one, q, k, v, prefix, places, jnp.int32(0))
+        segment = places.segment if grid.packed or prefix is not None else None
+        length = places.prefix_length
+        return splash.attend(q, k, v, prefix, segment, length, window, spec.scale, interpret)
+
+    return _by_kind(spec, windowed, kind, q, k, v, prefix, places)
+
+
 def _library(
     spec: Spec,
     kernel: Kernel,
@@ -351,25 +393,3 @@ def _library(
 
 def _name(kernel: Kernel) -> Literal["xla", "cudnn"]:
     return "cudnn" if kernel == "cudnn" else "xla"
-
-
-def choose_kernel(device: Any, dtype: Any, head_dim: int) -> tuple[Kernel, str]:
-    """What attention is computed with, and why: cudnn's flash kernel where a trial of it runs."""
-    if device.platform != "gpu":
-        return (
-            "plain",
-            f"blocks of plain products, recomputed backwards: no flash kernel for {device.platform}",
-        )
-    if dtype == jnp.float32:
-        return "plain", "blocks of plain products: cudnn's flash kernel has no float32"
-    try:
-        x = jax.device_put(jnp.ones((1, 64, 2, head_dim), dtype), device)
-
-        def trial(x: jax.Array) -> jax.Array:
-            return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn").sum()
-
-        jax.block_until_ready(jax.jit(jax.grad(trial))(x))
-    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return "plain", f"blocks of plain products: cudnn's flash kernel does not run here ({line[:100]})"
-    return "cudnn", "cudnn's flash kernel runs on this GPU"

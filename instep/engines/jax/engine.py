@@ -25,11 +25,11 @@ from instep.engines.base import (
 )
 from instep.engines.checks import check_batch, check_prompts, check_state
 from instep.engines.jax import environment, step
-from instep.engines.jax.attention import choose_kernel
 from instep.engines.jax.compile_time import COMPILED
 from instep.engines.jax.decoder import Setup
 from instep.engines.jax.families import read_architecture
 from instep.engines.jax.generate import Generator
+from instep.engines.jax.kernels import choose_kernel
 from instep.engines.jax.layout import Layout, lay_out
 from instep.engines.jax.lora import Names, Tree
 from instep.engines.jax.memory import Memory
@@ -69,7 +69,7 @@ class JaxEngine:
         self._placement = Placement.over(devices)
         self._device = self._placement.device
         dtype, dtype_reason = _choose_precision(model.precision, self._device)
-        kernel, kernel_reason = choose_kernel(self._device, dtype, architecture.head_dim)
+        kernel, kernel_reason = choose_kernel(self._device, dtype, architecture.head_dim, len(devices))
         self._setup = Setup(
             architecture,
             adapter.alpha / adapter.rank,
