@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import tunix_model
 from transformers import AutoTokenizer
 from tunix.rl import rl_cluster
@@ -32,13 +33,13 @@ class Watch:
         self.sampled: list[int] = []
         self.with_spread: list[float] = []
 
-    def batches(self, prompts: list[str]) -> Iterator[dict[str, list[str]]]:
+    def batches(self, prompts: list[str]) -> Iterator[dict[str, np.ndarray]]:
         size = self.job["prompts_per_step"]
         self.log.begin()
         for start in range(0, len(prompts), size):
             if start:
                 self.log.end_step(0.0, 0, 0)
-            yield {"prompts": prompts[start : start + size]}
+            yield {"prompts": np.array(prompts[start : start + size])}
 
     def reward(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         values = [share_of_vowels(text) for text in completions]
@@ -70,8 +71,9 @@ def prompts_of(job: dict[str, Any], tokenizer: Any) -> list[str]:
 
 def tokenizer_of(folder: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token}
-    tokenizer.pad_token = next(token for token in reversed(tokenizer.all_special_tokens) if token not in used)
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    idle = [token.content for number, token in tokenizer.added_tokens_decoder.items() if number not in used]
+    tokenizer.pad_token = idle[-1]
     return tokenizer
 
 

@@ -115,6 +115,23 @@ def test_reward_rises_and_sampler_and_trainer_agree(tmp_path: Path) -> None:
         assert name in records[0]
 
 
+def test_every_call_of_the_sampler_has_noise_of_its_own(tmp_path: Path) -> None:
+    """Also where a task comes again: more steps than an epoch has."""
+    named: list[tuple[int, int]] = []
+
+    class Watched(FakeEngine):
+        def generate(self, prompts: Any, n: Any, sampling: Any, keys: Any = None, **more: Any) -> Any:
+            named.extend((sampling.seed, key) for key in keys)
+            return super().generate(prompts, n, sampling, keys=keys, **more)
+
+    loop = make_loop(tmp_path / "run", Watched(), {"max_steps": 5, "evaluation_tasks": 0})
+    tasks = Tasks(TaskSet("made/train", 8, make_task), loop.data.tasks.test)
+    loop.data = replace(loop.data, tasks=tasks)
+    assert loop.train(StopFlag())
+    loop.close()
+    assert len(set(named)) == len(named) == 5 * 4
+
+
 @pytest.mark.parametrize("variant", ["grpo", "bnpo", "dapo", "dr_grpo", "gspo"])
 def test_every_variant_learns(tmp_path: Path, variant: str) -> None:
     objective = {"variant": variant, "beta": 0.0, "iterations": 2}

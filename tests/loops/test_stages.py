@@ -89,9 +89,16 @@ def test_resolved_stages_survive_their_file(file: Path, tmp_path: Path) -> None:
     assert load_stages(str(tmp_path / "stages.toml")) == stages
 
 
-def test_the_shipped_recipe_is_valid_under_both_of_its_names() -> None:
-    assert load_stages("gsm8k") == load_stages("recipes/gsm8k.toml")
-    assert [stage.kind for stage in load_stages("gsm8k")] == ["sft", "grpo", "eval"]
+@pytest.mark.parametrize("name", ["gsm8k", "gemma3_gsm8k"])
+def test_the_shipped_recipes_are_valid_under_both_of_their_names(name: str) -> None:
+    stages = load_stages(name)
+    assert stages == load_stages(f"recipes/{name}.toml")
+    assert [stage.kind for stage in stages] == ["sft", "grpo", "eval"]
+
+
+def test_the_gemma_recipe_runs_on_the_jax_engine() -> None:
+    for stage in load_stages("gemma3_gsm8k", flags={"engine": "jax"}):
+        assert stage.settings.engine == "jax" and stage.settings.model.path == "google/gemma-3-270m"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ work, what is left moves to a smaller grid, whose sides are powers of two: few s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,11 +18,12 @@ from instep.engines.base import Sampling
 from instep.engines.decoding import Row, advance, rows_of
 from instep.engines.jax import decoder
 from instep.engines.jax.attention import HIDDEN, Grid, Places
+from instep.engines.jax.compile_time import compiled
 from instep.engines.jax.decoder import Setup
 from instep.engines.jax.head import capped
 from instep.engines.jax.layout import bucket, power_of_two
 from instep.engines.jax.lora import Tree
-from instep.engines.jax.mesh import Placement, fetch
+from instep.engines.jax.mesh import DATA, Placement, fetch
 from instep.engines.jax.weights import Weights
 from instep.records import Rollout
 
@@ -40,7 +40,7 @@ def _logits(setup: Setup, weights: Weights, states: jax.Array) -> jax.Array:
     return capped(raw, setup.architecture.logit_softcap)
 
 
-@partial(jax.jit, static_argnums=(0,))
+@compiled(static_argnums=(0,))
 def prefill(
     setup: Setup, weights: Weights, lora: Tree | None, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, Cache]:
@@ -87,7 +87,7 @@ def _decode_attention(
     return mixed.reshape(count * rows, -1, width)
 
 
-@partial(jax.jit, static_argnums=(0,), donate_argnums=(4,))
+@compiled(static_argnums=(0,), donate_argnums=(4,))
 def decode(
     setup: Setup,
     weights: Weights,
@@ -128,24 +128,32 @@ def decode(
     return _logits(setup, weights, x), own
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _empty(prompt: Cache, group: int, capacity: int) -> Cache:
-    """Room for own keys and values [layers, n, G, H_kv, capacity, d], where the prompt's lie."""
+def _empty(prompt: Cache, group: int, capacity: int, placement: Placement) -> Cache:
+    """Room for own keys and values [layers, n, G, H_kv, capacity, d]. They are put somewhere from the start, so that
+    the second token's step is the program of the first's."""
     layers, count, heads, _, width = prompt[0].shape
     shape = (layers, count, group, heads, capacity, width)
-    return jnp.zeros(shape, prompt[0].dtype), jnp.zeros(shape, prompt[1].dtype)
+    where = placement.sharding((None, DATA) if placement.data > 1 else (), shape)
+    return jnp.zeros(shape, prompt[0].dtype, device=where), jnp.zeros(shape, prompt[1].dtype, device=where)
 
 
 class _Grid:
     """The rows under way, each in a slot (prompt, place) of a grid, and their caches."""
 
-    def __init__(self, rows: list[Row], prompts: list[int], prompt: Cache, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        rows: list[Row],
+        prompts: list[int],
+        prompt: Cache,
+        lengths: np.ndarray,
+        placement: Placement,
+    ) -> None:
         """`rows` stand prompt by prompt, equally many of each of `prompts`."""
         self.prompt, self.lengths = prompt, lengths
         self.count, self.group = len(lengths), len(rows) // len(prompts)
         self.slot = {id(row): i for i, row in enumerate(rows)}
         self.capacity = FIRST_CAPACITY
-        self.own: Cache = _empty(prompt, self.group, self.capacity)
+        self.own: Cache = _empty(prompt, self.group, self.capacity, placement)
 
     def tokens(self, rows: Sequence[Row]) -> np.ndarray:
         out = np.zeros(self.count * self.group, np.int32)
@@ -240,7 +248,7 @@ class Generator:
         used = sorted({row.prompt for row in rows})
         logits, kept, lengths = self._prefill(prompts, used)
         logits = logits[[used.index(row.prompt) for row in rows]]
-        grid = _Grid(rows, used, kept, lengths)
+        grid = _Grid(rows, used, kept, lengths, self._placement)
         put, active, at = self._placement.put, rows, 0
         while True:
             advance(active, logits, sampling, stop_text, on_token)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,17 +11,19 @@ import numpy as np
 
 from instep.config import OptimizerSettings
 from instep.engines.base import StepReport
+from instep.engines.jax.compile_time import compiled
 from instep.engines.jax.lora import Tree
 from instep.engines.jax.mesh import fetch
 
 
-@jax.jit
 def _zeros(tree: Tree) -> Tree:
-    """Zeros of the tree's shapes, where the tree lies."""
-    return jax.tree.map(jnp.zeros_like, tree)
+    """Zeros of the tree's shapes, placed as the tree is: where an argument lies is part of a compiled step, and
+    zeros that a jitted function makes lie on no device in particular, so that the second step would be compiled anew.
+    """
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)
 
 
-@jax.jit
+@compiled()
 def _norm(gradient: Tree) -> jax.Array:
     """Global norm; scaled by the largest value, so that no square overflows float32."""
     leaves = jax.tree.leaves(gradient)
@@ -31,7 +32,7 @@ def _norm(gradient: Tree) -> jax.Array:
     return top * jnp.sqrt(sum(jnp.sum(jnp.square(leaf / unit)) for leaf in leaves))
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+@compiled(donate_argnums=(0, 1, 2, 3))
 def _adamw(
     master: Tree, exp_avg: Tree, exp_avg_sq: Tree, gradient: Tree, scalars: dict[str, Any]
 ) -> tuple[Tree, Tree, Tree, Tree]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from instep.engines.jax import decoder
 from instep.engines.jax.attention import Grid, Places
+from instep.engines.jax.compile_time import compiled
 from instep.engines.jax.decoder import Setup
 from instep.engines.jax.head import HeadSpec, site_logprob
 from instep.engines.jax.lora import Tree
@@ -33,7 +33,7 @@ def _site_logprob(
         return site_logprob(spec, at_sites, decoder.head(weights), arrays["label"], arrays["count"])
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(5,))
+@compiled(static_argnums=(0, 1, 2), donate_argnums=(5,))
 def accumulate(
     setup: Setup,
     grid: Grid,
@@ -58,7 +58,7 @@ def accumulate(
     return gradient, {"loss": loss, **sums}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@compiled(static_argnums=(0, 1, 2))
 def score(
     setup: Setup, grid: Grid, temperature: float, weights: Weights, lora: Tree | None, arrays: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:

@@ -66,6 +66,28 @@ def test_a_row_does_not_depend_on_what_shares_its_batch(family):
     assert other[0][0].tokens.tolist() != many[0][0].tokens.tolist()
 
 
+def test_every_call_draws_with_fresh_noise_and_the_same_call_draws_the_same(family):
+    made = engine(family("gemma3_text"))
+
+    def ids(seed, keys):
+        drawn = made.generate([PROMPTS[0]] * 2, 2, Sampling(12, seed=seed), keys=keys)
+        return [rollout.tokens.tolist() for group in drawn for rollout in group]
+
+    first, again, later, reseeded = ids(1, [0, 1]), ids(1, [0, 1]), ids(1, [2, 3]), ids(2, [0, 1])
+    assert first == again
+    assert len({tuple(one) for one in (*first, *later, *reseeded)}) == 12
+
+
+def test_one_program_draws_all_tokens_of_a_shape(family):
+    from instep.engines.jax.generate import decode
+
+    made = engine(family("llama"), head_chunk=19)  # a setting that no other test has compiled
+    before = decode.jitted._cache_size()
+    for seed in range(2):
+        made.generate(PROMPTS[:1], 4, Sampling(6, seed=seed))
+    assert decode.jitted._cache_size() == before + 1
+
+
 def test_stop_text_streaming_and_reference(family):
     made = engine(family("llama"))
     seen = []

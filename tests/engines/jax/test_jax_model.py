@@ -37,7 +37,7 @@ VARIANTS = [
     ("llama", {}),
     ("llama", {"rope_parameters": LLAMA3}),
     ("llama", {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 9e3}}),
-    ("qwen2", {}),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 77_000.0}}),
     ("gemma3_text", {"rope_parameters": GEMMA_ROPES}),

@@ -225,12 +225,17 @@ def test_few_shapes_are_compiled(family):
     from instep.engines.jax.layout import bucket
 
     made = engine(family("llama"), head_chunk=11)  # a setting that no other test has compiled
-    before = step.accumulate._cache_size()
+    before = step.accumulate.jitted._cache_size()
     seconds = [made.compile_seconds]
     for length in range(5, 60, 5):  # lengths and numbers of sites differ
         made.forward_backward(batch([samples([length])], length), LOSS)
         seconds.append(made.compile_seconds)
-    assert step.accumulate._cache_size() == before + 1
+    assert step.accumulate.jitted._cache_size() == before + 1
     assert seconds[0] < seconds[1] == seconds[-1]
+    for _ in range(3):  # nor does a step leave anything elsewhere than the one before found it
+        made.optim_step(1e-3, made.forward_backward(batch([samples([9])], 9), LOSS)["weight"])
+        seconds.append(made.compile_seconds)
+    assert seconds[-3] == seconds[-1]
+    assert step.accumulate.jitted._cache_size() == before + 1
     assert len({bucket(n, 64) for n in range(1, 4097)}) == 20
     assert all(n <= bucket(n, 64) <= max(64, n * 1.25 + 64) for n in range(1, 5000))
