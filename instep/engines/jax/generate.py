@@ -149,7 +149,8 @@ class _Grid:
         placement: Placement,
     ) -> None:
         """`rows` stand prompt by prompt, equally many of each of `prompts`."""
-        self.prompt, self.lengths = prompt, lengths
+        self.prompt: Cache = prompt
+        self.lengths = lengths
         self.count, self.group = len(lengths), len(rows) // len(prompts)
         self.slot = {id(row): i for i, row in enumerate(rows)}
         self.capacity = FIRST_CAPACITY
@@ -193,7 +194,8 @@ class _Grid:
         self.own = tuple(  # type: ignore[assignment]
             x.reshape(x.shape[0], -1, *x.shape[3:])[:, places] for x in self.own
         )
-        self.prompt = tuple(x[:, kept] for x in self.prompt)  # type: ignore[assignment]
+        keys, values = self.prompt
+        self.prompt = keys[:, kept], values[:, kept]
         self.lengths = self.lengths[kept]
         self.count, self.group = count, group
 

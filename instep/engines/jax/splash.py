@@ -56,7 +56,7 @@ def attend(
         if window is None
         else masks.LocalMask(shape, (window - 1, 0), offset=0)
     )
-    attention = kernel.make_splash_mha(
+    attention: Any = kernel.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=kernel.BlockSizes(**_block_sizes(*shape)),
         head_shards=1,
@@ -65,7 +65,7 @@ def attend(
         interpret=interpret,
     )
     q = q * jnp.asarray(scale, q.dtype)
-    if segment is None:
+    if segment is None or own is None:
         return jax.vmap(attention)(q, k, v)
     return jax.vmap(attention)(q, k, v, kernel.SegmentIds(segment, own))
 

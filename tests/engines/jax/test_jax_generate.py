@@ -22,7 +22,7 @@ def rescore(made, prompt, rollout, temperature):
     return made.score(one, temperature)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_greedy_batched_equals_single_and_is_the_argmax(family, name):
     """70 tokens: more than the cache has room for at first, and many windows of Gemma's."""
     made = engine(family(name))
@@ -37,7 +37,7 @@ def test_greedy_batched_equals_single_and_is_the_argmax(family, name):
             assert np.abs(scores.logprob - rollout.logprob).max() < 1e-3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_logprobs_match_a_rescore(family, name):
     made = engine(family(name))
     drawn = made.generate(PROMPTS, 4, Sampling(70, temperature=0.7, stop_tokens=(3, 4, 5), seed=2))

@@ -71,7 +71,7 @@ def test_a_masked_token_has_no_influence(family):
     assert not gradient(made).any()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_checkpointing_changes_nothing(family, name):
     packed = batch([samples([9, 14]), samples([20], 3)], 32)
     plain = run(engine(family(name)), packed)
@@ -174,7 +174,7 @@ def test_adamw_equals_torch(family):
         np.testing.assert_allclose(value, leaves[name].detach().numpy(), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_shared_prefix_equals_the_plain_batch(family, name):
     rng = np.random.default_rng(4)
     prompt = rng.integers(3, 97, 11).astype(np.int32)
