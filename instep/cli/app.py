@@ -18,6 +18,7 @@ from instep.cli import (
     data,
     doctor,
     evaluate,
+    export,
     fuse,
     generate,
     grpo,
@@ -56,6 +57,7 @@ app.command("run")(stages.run_file)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("fuse")(fuse.fuse)
+app.command("export")(export.export)
 app.command("publish")(publish.publish)
 
 
