@@ -2,8 +2,8 @@
 
     python benchmarks/export_against_llama_cpp.py [MODEL|RUN] [--engine torch] [--precision f32]
 
-llama.cpp runs in an environment of its own (`peers/requirements-llama-cpp.txt`) and uses the chat template that the file
-carries. Ends with exit code 1 where a text differs.
+llama.cpp runs in an environment of its own (`peers/requirements-llama-cpp.txt`) and uses the chat template that the
+file carries. Ends with exit code 1 where a text differs.
 """
 
 from __future__ import annotations
