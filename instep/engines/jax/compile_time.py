@@ -5,6 +5,7 @@ Tracing, a small share, is not in it: its events are nested and would count twic
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -31,7 +32,8 @@ class Compiled(Generic[P, R]):
 
     @cached_property
     def jitted(self) -> Any:
-        options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+        own = any(name in os.environ.get("XLA_FLAGS", "") for name in CPU_OPTIONS)  # what the user sets wins
+        options = CPU_OPTIONS if jax.default_backend() == "cpu" and not own else None
         return jax.jit(self._function, compiler_options=options, **self._settings)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
