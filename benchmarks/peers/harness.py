@@ -29,7 +29,7 @@ from typing import Any
 
 PEERS = Path(__file__).resolve().parent
 ROOT = PEERS.parents[1]
-INSTEP_PACKAGES = ("instep", "torch", "transformers")
+INSTEP_PACKAGES = ("instep", "torch", "mlx", "jax", "transformers")
 TRL_PACKAGES = ("trl", "torch", "transformers", "peft", "datasets", "accelerate")
 
 
@@ -236,8 +236,12 @@ def command_line() -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Versions of installed packages, python's own included."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+    """Versions of those packages that are installed, python's own included."""
+    installed = {name for found in metadata.distributions() if (name := found.metadata["Name"]) in names}
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in names if name in installed},
+    }
 
 
 def versions_of(python: Path, *names: str) -> dict[str, str]:

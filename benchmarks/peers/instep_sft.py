@@ -40,6 +40,7 @@ def loaded(job: dict[str, Any]) -> tuple[Engine, LoadReport]:
     model = ModelSettings(
         path=job["model"],
         precision=job.get("precision", "bfloat16"),
+        quantization=job.get("quantization", "none"),
         device="cpu",
         gradient_checkpointing=job["gradient_checkpointing"],
     )
@@ -141,10 +142,11 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak(job: dict[str, Any]) -> dict[str, Any]:
-    """Resident memory of two whole steps above what is resident with the weights loaded and touched once.
+    """Memory of `steps` whole steps: resident, above what is resident with the weights loaded and touched once, and
+    by the engine's own count.
 
-    Two, because the first one allocates what the later ones keep (gradients, optimizer moments). Weights may
-    be mapped from their file and become resident only when they are read, hence the touch.
+    At least two, because the first one allocates what the later ones keep (gradients, optimizer moments). Weights
+    may be mapped from their file and become resident only when they are read, hence the touch.
     """
     engine, report = loaded(job)
     rows = samples_of(job["rows"])
@@ -153,12 +155,14 @@ def peak(job: dict[str, Any]) -> dict[str, Any]:
     weight[-1] = 1.0
     engine.score(collate([[Sample(first.tokens[:TOUCHED_TOKENS], weight)]], engine.shape_rules()))
     base = harness.resident_bytes()
+    engine.reset_peak()
     if not harness.reset_peak_resident():
         raise RuntimeError("this system cannot reset the peak of resident memory (Linux can)")
-    for _ in range(2):
-        step(engine, [[row] for row in rows], job["learning_rate"])
+    losses = [step(engine, [[row] for row in rows], job["learning_rate"])[0] for _ in range(job["steps"])]
     return {
+        "losses": losses,
         "weight_bytes": report.weight_bytes,
+        "peak_allocated_bytes": engine.memory().peak_bytes,
         "resident_with_weights_bytes": base,
         "peak_resident_bytes": harness.peak_resident_bytes(),
         "tokens": sum(len(row) for row in rows),
