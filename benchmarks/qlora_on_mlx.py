@@ -57,9 +57,13 @@ def main() -> None:
         losses = [one["losses"][0], one["losses"][-1]]
         part.rows.append([name, *(f"{n:.0f}" for n in numbers), *(f"{loss:.4f}" for loss in losses)])
     part.remarks = [
-        harness.verdict("weights at 4 bits, MB", found["4bit"]["weight_bytes"] / 1e6, WEIGHT_BYTES / 1e6, True),
+        harness.verdict(
+            "weights at 4 bits, MB", found["4bit"]["weight_bytes"] / 1e6, WEIGHT_BYTES / 1e6, True
+        ),
         *(
-            harness.verdict(f"peak above weights at {name} against float32", above[name] / above["none"], 1.0, True)
+            harness.verdict(
+                f"peak above weights at {name} against float32", above[name] / above["none"], 1.0, True
+            )
             for name in QUANTIZATIONS[1:]
         ),
         "by MLX's own count of allocated bytes",
